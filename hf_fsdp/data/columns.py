@@ -1,0 +1,192 @@
+"""Are the columns and the rows what the loss needs? Every problem of a dataset at once, with its first row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MAX_ROWS_CHECKED = 20_000
+_ROLES = ("system", "user", "assistant", "tool")
+_EXPECTED = "a column 'messages' (a list of {role, content}), or the columns 'prompt' and 'completion'"
+_LIKELY = {
+    "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("instruction", "question", "input", "query", "source"),
+    "completion": ("output", "response", "answer", "target", "chosen"),
+}
+
+
+def rename_columns(dataset: Dataset, renames: Sequence[str]) -> Dataset:
+    """Rename columns given as ``old=new``.
+
+    Raises:
+        DataError: a rename that is not ``old=new``, or a column that does not exist or already does.
+    """
+    for rename in renames:
+        old, _, new = rename.partition("=")
+        if old and old not in dataset.column_names and new in dataset.column_names:
+            continue  # done already, as in a held-out file that has the right names
+        if not old or not new or old not in dataset.column_names:
+            raise DataError(
+                f"rename_columns={rename!r} is not OLD=NEW with OLD one of: {', '.join(dataset.column_names)}",
+                fix=f"rename_columns: [{dataset.column_names[0]}=messages]",
+            )
+        if new in dataset.column_names:
+            # Replaced on purpose: a person who renames onto a column wants the new one there.
+            dataset = dataset.remove_columns(new)
+        dataset = dataset.rename_column(old, new)
+    return dataset
+
+
+def check_examples(dataset: Dataset, *, source: str) -> str:
+    """Return ``messages`` or ``prompt_completion``, after checking columns and rows (up to 20,000, evenly spread).
+
+    Args:
+        dataset: one split.
+        source: file or hub id, named in errors.
+
+    Raises:
+        DataError: all problems found.
+    """
+    columns = set(dataset.column_names)
+    if "messages" in columns and columns & {"prompt", "completion"}:
+        raise DataError(_mixed_columns(dataset), source=source)
+    if "messages" in columns:
+        kind, checks = "messages", _MESSAGE_CHECKS
+    elif {"prompt", "completion"} <= columns:
+        kind, checks = "prompt_completion", _PROMPT_CHECKS
+    else:
+        raise DataError(_wrong_columns(dataset), source=source)
+    problems = _check_rows(dataset, checks, source)
+    if problems:
+        raise DataError(problems)
+    return kind
+
+
+def _mixed_columns(dataset: Dataset) -> str:
+    return (
+        f"the dataset has both 'messages' and 'prompt'/'completion' columns ({', '.join(dataset.column_names)}); "
+        "rows of two formats cannot be trained on together"
+    )
+
+
+def _wrong_columns(dataset: Dataset) -> Problem:
+    found = dataset.column_names
+    message = f"the dataset has the columns {', '.join(found)}; expected is {_EXPECTED}"
+    first = dataset[0]
+    for column in found:
+        if column in _LIKELY["messages"] and isinstance(first[column], list) and first[column]:
+            if "from" in first[column][0]:
+                return Problem(
+                    message=message + f" ({column!r} holds from/value turns)",
+                    fix="convert once: from trl import maybe_convert_to_chatml; "
+                    "dataset.map(maybe_convert_to_chatml, remove_columns='conversations').to_json('messages.jsonl')",
+                )
+            return Problem(message=message, fix=f"rename_columns: [{column}=messages]")
+    renames = []
+    for new in ("prompt", "completion"):
+        if new not in found:
+            old = next((column for column in _LIKELY[new] if column in found), None)
+            renames.append(f"{old or f'YOUR_{new.upper()}_COLUMN'}={new}")
+    return Problem(message=message, fix=f"rename_columns: [{', '.join(renames)}]")
+
+
+RowCheck = tuple[str, str, Callable[[dict[str, Any]], bool]]
+
+
+def _check_rows(dataset: Dataset, checks: Sequence[RowCheck], source: str) -> list[Problem]:
+    step = max(1, -(-len(dataset) // MAX_ROWS_CHECKED))
+    bad: dict[str, list[int]] = {}
+    num_checked = 0
+    for index, row in _spread(dataset, step):
+        num_checked += 1
+        # The first check that a row fails is its problem: those after it would only repeat it.
+        failed = next((message for message, _, is_bad in checks if is_bad(row)), None)
+        if failed is not None:
+            bad.setdefault(failed, []).append(index + 1)
+    fixes = {message: fix for message, fix, _ in checks}
+    checked = f"{num_checked} rows" + (f" (every {step}th of {len(dataset)})" if step > 1 else "")
+    return [
+        Problem(
+            message=f"{len(rows)} of {checked} {message}; first: row {', row '.join(str(row) for row in rows[:3])}",
+            fix=fixes[message],
+            source=source,
+        )
+        for message, rows in bad.items()
+    ]
+
+
+def _spread(dataset: Dataset, step: int) -> Iterable[tuple[int, dict[str, Any]]]:
+    picked = dataset if step == 1 else dataset.select(range(0, len(dataset), step))
+    for number, row in enumerate(picked):
+        yield number * step, row
+
+
+def _turns_are_broken(turns: Any) -> bool:
+    return not isinstance(turns, list) or any(
+        not isinstance(turn, dict) or not isinstance(turn.get("role"), str) for turn in turns
+    )
+
+
+def _content_is_not_text(turns: list[dict[str, Any]]) -> bool:
+    return any(not isinstance(turn.get("content"), str) and not turn.get("tool_calls") for turn in turns)
+
+
+def _has_unknown_role(turns: list[dict[str, Any]]) -> bool:
+    return any(turn["role"] not in _ROLES for turn in turns)
+
+
+def _has_no_answer(turns: list[dict[str, Any]]) -> bool:
+    return not any(
+        turn["role"] == "assistant" and ((turn.get("content") or "").strip() or turn.get("tool_calls"))
+        for turn in turns
+    )
+
+
+_MESSAGE_CHECKS: tuple[RowCheck, ...] = (
+    ("have no 'messages'", "remove these rows, or fill them", lambda row: not row["messages"]),
+    (
+        "have 'messages' that are not a list of {role, content}",
+        'write each turn as {"role": "user", "content": "..."}',
+        lambda row: _turns_are_broken(row["messages"]),
+    ),
+    (
+        "have a turn whose 'content' is not text",
+        "write 'content' as a string; images need the vision recipe",
+        lambda row: _content_is_not_text(row["messages"]),
+    ),
+    (
+        f"have a role other than {', '.join(_ROLES)}",
+        "rename the roles, e.g. human -> user, gpt -> assistant",
+        lambda row: _has_unknown_role(row["messages"]),
+    ),
+    (
+        "have no assistant message with text, so nothing in them can be learned",
+        "remove these rows, or end them with an assistant message",
+        lambda row: _has_no_answer(row["messages"]),
+    ),
+)
+_PROMPT_CHECKS: tuple[RowCheck, ...] = (
+    (
+        "have no 'prompt' or no 'completion'",
+        "fill both in every row, or remove these rows",
+        lambda row: row["prompt"] is None or not row["completion"],
+    ),
+    (
+        "have a 'prompt' and a 'completion' of different kinds (one text, one list of turns)",
+        "write both as text, or both as lists of {role, content}",
+        lambda row: isinstance(row["prompt"], str) != isinstance(row["completion"], str),
+    ),
+    (
+        "have a 'prompt' or 'completion' that is neither text nor a list of {role, content}",
+        "write both as text, or both as lists of {role, content}",
+        lambda row: (
+            not isinstance(row["prompt"], str)
+            and (_turns_are_broken(row["prompt"]) or _turns_are_broken(row["completion"]))
+        ),
+    ),
+)

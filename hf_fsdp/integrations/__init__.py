@@ -1,0 +1,1 @@
+"""The only places that touch Accelerate, Trainer, TRL and Weights & Biases."""

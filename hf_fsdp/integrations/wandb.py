@@ -1,0 +1,40 @@
+"""What hf-fsdp sends to Weights & Biases, into the run that Trainer's own callback opened."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, fields
+from typing import Any
+
+from hf_fsdp.sharding.audit import Audit, UnitRow
+
+
+def log_audit(audit: Audit) -> bool:
+    """Send the audit to the active run: totals to its config, units as a table; return whether there is a run.
+
+    Wandb is not imported for it: a run can only be active when somebody else has.
+    """
+    run = _active_run()
+    if run is None:
+        return False
+    mapping = audit.to_mapping()
+    units = mapping.pop("units")
+    run.config.update({"hf_fsdp": mapping}, allow_val_change=True)
+    columns = [item.name for item in fields(UnitRow) if item.name != "names"]
+    table = sys.modules["wandb"].Table(columns=columns, data=[[unit[name] for name in columns] for unit in units])
+    run.log({"hf_fsdp/units": table}, commit=False)
+    return True
+
+
+def log_first_step(report: Any) -> bool:
+    """Send what the first step showed to the run's summary; return whether there is a run."""
+    run = _active_run()
+    if run is None:
+        return False
+    run.summary.update({f"hf_fsdp/{name}": value for name, value in asdict(report).items()})
+    return True
+
+
+def _active_run() -> Any | None:
+    module = sys.modules.get("wandb")
+    return getattr(module, "run", None) if module is not None else None

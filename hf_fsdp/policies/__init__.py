@@ -1,0 +1,1 @@
+"""A section of the config becomes torch objects."""

@@ -1,0 +1,1 @@
+"""A model becomes a sharded model, and is looked at."""

@@ -1,0 +1,281 @@
+"""Shard a model in place: units, agreed weights, activation checkpointing, storage dtypes, optimizer parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hf_fsdp.config.schema import FSDPConfig
+from hf_fsdp.errors import ShardingError
+from hf_fsdp.policies.activation import (
+    apply_activation_checkpointing,
+    disable_cache_in_training,
+    turn_off_model_checkpointing,
+)
+from hf_fsdp.policies.precision import PrecisionTable, check_storable, find_norms, resolve_precision
+from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
+from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
+from hf_fsdp.sharding.mesh import agreement_group, build_mesh
+
+_ATTRIBUTE = "_hf_fsdp_sharding"
+
+
+@dataclass
+class AppliedSharding:
+    """What `apply_fsdp` did to a model; the audit compares it with what torch holds.
+
+    `unit_names` gives every unit's parameters by canonical name, `ties` the names of every shared tensor,
+    `load_dtypes` the dtype each parameter had before, which `save_model` writes by default.
+    """
+
+    config: FSDPConfig
+    precision: PrecisionTable
+    plan: WrapPlan
+    mesh: DeviceMesh
+    unit_names: tuple[tuple[Unit, tuple[str, ...]], ...]
+    ties: dict[str, tuple[str, ...]]
+    load_dtypes: dict[str, torch.dtype]
+    replicated: tuple[str, ...] = ()
+    num_checkpointed: int = 0
+    replaced_model_checkpointing: bool = False
+    agreement: AgreementReport = field(default_factory=AgreementReport)
+
+
+def apply_fsdp(
+    model: nn.Module,
+    config: FSDPConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+) -> AppliedSharding:
+    """Shard `model` in place by FSDP2, the same way for any training loop; collective.
+
+    Use it in your own loop before the optimizer is built, or hand the optimizers over to have their parameters
+    replaced by the sharded ones. `FSDPCallback` calls it for Trainer.
+
+    Args:
+        model: any module on CPU or meta (rank 0 needs values); PEFT-wrapped and partly frozen models are fine.
+        config: defaults to `FSDPConfig()`. `auto` values take their defaults: `bf16-mixed`, no checkpointing.
+        mesh: 1-D (`dp_shard`) or 2-D (`dp_replicate`, `dp_shard`); default: all ranks, in the config's sizes.
+        optimizers: built on `model`'s parameters, without state yet.
+
+    Returns:
+        The record that `audit_sharding` checks. A model that is sharded already is left as it is.
+
+    Raises:
+        WrapPolicyError, PrecisionError, ShardingError: before anything is changed, on all ranks alike.
+
+    Example:
+        >>> from hf_fsdp import FSDPConfig, apply_fsdp
+        >>> # under torchrun, after torch.distributed.init_process_group():
+        >>> # applied = apply_fsdp(model, FSDPConfig(precision="fp32"))
+        >>> # optimizer = torch.optim.AdamW(model.parameters())
+    """
+    if (applied := get_applied_sharding(model)) is not None:
+        return applied
+    config = config or FSDPConfig()
+    _refuse_unfit_models(model)
+    precision = resolve_precision(config.precision)
+    check_storable(model.named_parameters(), precision)
+    plan = build_wrap_plan(model, config.wrap, precision)
+    mesh = mesh if mesh is not None else build_mesh(config.sharding, _device_type())
+    agreement_group()
+    check_same_structure(model)
+
+    applied = AppliedSharding(
+        config=config,
+        precision=precision,
+        plan=plan,
+        mesh=mesh,
+        unit_names=tuple((unit, tuple(parameters)) for unit, parameters in unit_parameters(plan)),
+        ties=shared_owners(model),
+        load_dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
+    )
+    held = [_detach_parameters(optimizer, model) for optimizer in optimizers]
+    applied.replaced_model_checkpointing = turn_off_model_checkpointing(model)
+    applied.num_checkpointed = apply_activation_checkpointing(model, config.activation_checkpointing, plan.blocks)
+    disable_cache_in_training(model)
+    norm_ids = {id(module) for _, module in find_norms(model)} if precision.keep_norms_fp32 else set()
+    storage = _storage_dtypes(model, precision, norm_ids)
+    _shard_units(model, applied)
+    prove_agreement(applied.agreement)
+    _cast_storage(model, storage)
+    _set_prefetch(plan, config)
+    for optimizer, names in zip(optimizers, held, strict=True):
+        _attach_parameters(optimizer, model, names)
+    if hasattr(model, "generate"):
+        # Without this, generate() on a PEFT model meets sharded and whole tensors in one operation.
+        register_fsdp_forward_method(model, "generate")
+    setattr(model, _ATTRIBUTE, applied)
+    return applied
+
+
+def get_applied_sharding(model: nn.Module) -> AppliedSharding | None:
+    """Return what `apply_fsdp` did to `model`, or None when it was not applied."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free every gathered parameter: after a forward without backward some units are still whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _refuse_unfit_models(model: nn.Module) -> None:
+    if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ShardingError(
+            f"{type(model).__name__} is sharded already, and not by hf-fsdp",
+            fix="load it without tp_plan/distributed_config and do not call fully_shard yourself",
+        )
+    if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
+        raise ShardingError(
+            "the model's base is quantized (load_in_4bit or load_in_8bit); QLoRA arrives in a later release",
+            fix="load it in bf16 (dtype=torch.bfloat16) and train LoRA with precision: bf16-mixed",
+        )
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0 and parameter.requires_grad]
+    if scalars:
+        raise ShardingError(
+            f"{', '.join(scalars)}: a trained scalar has no first dimension to shard",
+            fix="freeze it with requires_grad_(False), or give it the shape (1,)",
+        )
+
+
+def _device_type() -> str:
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
+    root_owned = {parameter for name, parameter in model.named_parameters() if name in applied.plan.root_owned}
+    # A frozen scalar needs no reduction, so every rank simply keeps it.
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    applied.replicated = tuple(name for name, parameter in model.named_parameters() if parameter.dim() == 0)
+    done: set[int] = set()
+    for unit, names in applied.unit_names:
+        agree_on_tensors(_unit_tensors(model, unit, names, done), applied.agreement)
+        if not names and unit.kind != "root":
+            continue
+        modules = list(unit.modules)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=applied.mesh,
+            mp_policy=applied.precision.policy(unit.kind),
+            reshard_after_forward=_reshard(unit, applied.config),
+            ignored_params=scalars if unit.kind == "root" else scalars | root_owned,
+        )
+    for parameter in scalars:
+        parameter.data = parameter.data.to(applied.mesh.device_type)
+
+
+def _reshard(unit: Unit, config: FSDPConfig) -> bool:
+    # The root, the head and the norms are needed again as soon as backward starts.
+    return config.sharding.reshard_after_forward and unit.kind in ("block", "embedding")
+
+
+def _unit_tensors(
+    model: nn.Module, unit: Unit, names: tuple[str, ...], done: set[int]
+) -> dict[str, tuple[nn.Module, str]]:
+    """Parameters and buffers to agree on before this unit is sharded: name -> (holder, attribute)."""
+    tensors: dict[str, tuple[nn.Module, str]] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        tensors[name] = (model.get_submodule(path), attribute)
+    prefixes = dict(zip(unit.names, unit.modules, strict=True))
+    for prefix, module in prefixes.items():
+        for path, submodule in module.named_modules():
+            for attribute, buffer in submodule.named_buffers(recurse=False):
+                if buffer is not None and id(buffer) not in done:
+                    done.add(id(buffer))
+                    tensors[".".join(part for part in (prefix, path, attribute) if part)] = (submodule, attribute)
+            if unit.kind == "root":
+                for attribute, parameter in submodule.named_parameters(recurse=False):
+                    if parameter.dim() == 0:
+                        tensors[".".join(part for part in (path, attribute) if part)] = (submodule, attribute)
+    return tensors
+
+
+# -- storage ----------------------------------------------------------------------------------------------------------
+
+
+def _storage_dtypes(model: nn.Module, precision: PrecisionTable, norm_ids: set[int]) -> dict[str, torch.dtype]:
+    dtypes = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{attribute}" if path else attribute
+            dtypes[name] = precision.storage_dtype(parameter, is_norm=id(module) in norm_ids)
+    return dtypes
+
+
+def _cast_storage(model: nn.Module, storage: dict[str, torch.dtype]) -> None:
+    """Give every shard its storage dtype: after sharding, so that the larger copy never exists whole on the host."""
+    wanted = {id(parameter): storage[name] for name, parameter in model.named_parameters()}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = wanted.get(id(tensor), tensor.dtype)
+        return tensor.to(dtype) if isinstance(tensor, DTensor) and tensor.dtype != dtype else tensor
+
+    if any(parameter.dtype != wanted[id(parameter)] for parameter in model.parameters()):
+        model._apply(cast)
+
+
+def _set_prefetch(plan: WrapPlan, config: FSDPConfig) -> None:
+    """Let every block gather the next `forward_prefetch` and the previous `backward_prefetch` blocks early.
+
+    FSDP2 itself prefetches one unit in backward and none in forward, where the next gather already overlaps unless
+    the CPU is late; so those two values need no call.
+    """
+    by_list: dict[str, list[FSDPModule]] = {}
+    for unit in plan.units:
+        if unit.kind == "block" and isinstance(unit.modules[0], FSDPModule):
+            by_list.setdefault(unit.names[0].rpartition(".")[0], []).append(unit.modules[0])
+    for blocks in by_list.values():
+        for index, block in enumerate(blocks):
+            if ahead := blocks[index + 1 : index + 1 + config.sharding.forward_prefetch]:
+                block.set_modules_to_forward_prefetch(ahead)
+            if config.sharding.backward_prefetch != 1:
+                behind = blocks[max(0, index - config.sharding.backward_prefetch) : index]
+                block.set_modules_to_backward_prefetch(behind[::-1])
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _detach_parameters(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """Take the parameters out of `optimizer` and return their names by group.
+
+    By name and not by data pointer: the empty shards of small parameters all have pointer 0. Taken out, because a
+    reference from the optimizer would keep every whole parameter alive until the end.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if optimizer.state:
+        raise ShardingError(
+            "the optimizer already has state for parameters that are not sharded yet",
+            fix="shard the model before the first optimizer step: call apply_fsdp (or accelerator.prepare) first",
+        )
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if strangers:
+        raise ShardingError(
+            f"the optimizer holds {len(strangers)} parameters that are not in the model "
+            f"(shape {list(strangers[0].shape)})",
+            fix="build the optimizer from model.parameters() of the model that you train",
+        )
+    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return held
+
+
+def _attach_parameters(optimizer: Optimizer, model: nn.Module, held: list[list[str]]) -> None:
+    parameters = dict(model.named_parameters())
+    for group, names in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = [parameters[name] for name in names]

@@ -1,0 +1,90 @@
+"""The device mesh that parameters are sharded and replicated over, and the group that ranks agree on.
+
+Axes: `dp_shard` splits every parameter; `dp_replicate`, when larger than one (hybrid sharding), holds copies of the
+shards. Torch's own names, so that a mesh of another library reads the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hf_fsdp.config.schema import ShardingConfig
+from hf_fsdp.errors import ShardingError
+
+SHARD_AXIS = "dp_shard"
+REPLICATE_AXIS = "dp_replicate"
+
+_agreement_groups: dict[Any, dist.ProcessGroup] = {}
+
+
+def build_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
+    """Build the mesh over all ranks of the default process group.
+
+    Args:
+        config: `dp_shard_size` (or `auto`: all ranks that are left) times `dp_replicate_size` must be the world size.
+        device_type: `cuda`, `cpu`, …: where parameters live.
+
+    Raises:
+        ShardingError: no process group, or sizes that do not multiply to the world size.
+    """
+    if not dist.is_initialized():
+        raise ShardingError(
+            "sharding needs a process group and there is none: this script runs as a single process",
+            fix="start it with: torchrun --nproc_per_node 2 SCRIPT, or accelerate launch --num_processes 2 SCRIPT",
+        )
+    world_size = dist.get_world_size()
+    replicate = config.dp_replicate_size
+    shard = world_size // replicate if config.dp_shard_size == "auto" else int(config.dp_shard_size)
+    if shard * replicate != world_size:
+        raise ShardingError(
+            f"sharding.dp_shard_size={config.dp_shard_size} and sharding.dp_replicate_size={replicate} "
+            f"do not multiply to the {world_size} processes that are running",
+            fix=f"sharding: {{dp_shard_size: auto, dp_replicate_size: {_nearest_divisor(replicate, world_size)}}}",
+        )
+    if replicate == 1:
+        return init_device_mesh(device_type, (shard,), mesh_dim_names=(SHARD_AXIS,))
+    return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+
+
+def shard_axis_size(mesh: DeviceMesh) -> int:
+    """Return over how many ranks one parameter is split."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def agreement_group() -> dist.ProcessGroup:
+    """Return the gloo group over all ranks that agreements run on: CPU objects, no device wait, never mixed with NCCL.
+
+    Made once per process group; every rank must make its first call at the same point.
+    """
+    default = dist.group.WORLD
+    if default not in _agreement_groups:
+        _agreement_groups.clear()  # an earlier default group is gone with its side group
+        _agreement_groups[default] = dist.new_group(backend="gloo")
+    return _agreement_groups[default]
+
+
+def agree_all(value: Any) -> list[Any]:
+    """Return every rank's `value`, in rank order; collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group=agreement_group())
+    return gathered
+
+
+def agree_max(value: int) -> int:
+    """Return the largest `value` of any rank; collective, about 0.6 ms between two processes of one machine."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=agreement_group())
+    return int(tensor.item())
+
+
+def _nearest_divisor(wanted: int, world_size: int) -> int:
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return min(divisors, key=lambda size: (abs(size - wanted), size))

@@ -1,0 +1,239 @@
+"""Fine-tune a causal language model on text with TRL's `SFTTrainer`, fully sharded by `FSDPCallback`.
+
+    accelerate launch --config_file configs/fsdp_llama7b.yaml recipes/text/train.py configs/train/llama2_7b_full.yaml
+    torchrun --nproc_per_node 8 recipes/text/train.py configs/train/llama2_7b_lora.yaml --learning_rate 1e-4
+    python recipes/text/train.py my_run.yaml --fsdp.precision fp32 --max_steps 10       # one process, not sharded
+
+A run config is one YAML mapping: TRL's and transformers' own keys (`SFTConfig`, `ModelConfig`, `ScriptArguments`), the
+keys of `RecipeArguments` below, and an `fsdp:` section. Each can be overridden on the command line, `_` and `-` alike.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from trl.chat_template_utils import get_training_chat_template
+
+from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, data
+from hf_fsdp.data import ConfigError, HfFsdpError, Problem
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
+RANK = int(os.environ.get("RANK") or 0)
+
+
+@dataclass
+class RecipeArguments:
+    """What this recipe adds to TRL's and transformers' arguments."""
+
+    global_batch_size: int | None = field(
+        default=None, metadata={"help": "Samples per optimizer step over all processes; accumulation follows from it."}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "A template of hf_fsdp/data/templates by name, e.g. llama2, or a Jinja file."}
+    )
+    rename_columns: list[str] | None = field(
+        default=None, metadata={"help": "OLD=NEW for each column to rename: instruction=prompt output=completion."}
+    )
+    eval_file: str | None = field(default=None, metadata={"help": "A file with held-out examples."})
+    eval_fraction: float | None = field(
+        default=None, metadata={"help": "Share of the training examples to hold out, e.g. 0.05."}
+    )
+    print_examples: int = field(
+        default=0, metadata={"help": "Print this many training examples with the tokens that count in the loss."}
+    )
+    require_sharding: bool = field(
+        default=False, metadata={"help": "Refuse to train in one process, where nothing is sharded."}
+    )
+
+
+ARGUMENT_CLASSES = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig)
+REFUSED = {  # an ignored setting would be worse than none
+    "load_in_4bit": ("arrives in a later release", "use_peft: true   (LoRA on 16-bit weights)"),
+    "load_in_8bit": ("arrives in a later release", "use_peft: true   (LoRA on 16-bit weights)"),
+    "dataset_streaming": ("cannot be checked before training", "remove dataset_streaming"),
+    "chat_template_path": ("has another name here", "chat_template: NAME_OR_JINJA_FILE"),
+}
+
+
+def say(text: str) -> None:
+    """Print on the first process only."""
+    if RANK == 0:
+        print(text, flush=True)
+
+
+def read_arguments(argv: list[str]) -> tuple[FSDPConfig, RecipeArguments, ScriptArguments, SFTConfig, ModelConfig]:
+    """Return the `fsdp` section and the four groups of training arguments: file first, command line over it."""
+    known = {item.name for group in ARGUMENT_CLASSES for item in fields(group)}
+    asked = data.read_run_config(argv, known)
+    preset, checkpointing = asked.fsdp.precision.preset, asked.fsdp.activation_checkpointing.mode == "full"
+    defaults: dict[str, Any] = {"output_dir": "runs/text", "use_cpu": not torch.accelerator.is_available()}
+    switches = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name of one switch
+    if not asked.typed & set(switches):
+        # TRL switches it on. Sharded, ours does it; one process uses transformers' own, which keeps gradients right.
+        defaults[next(name for name in switches if name in known)] = checkpointing and WORLD_SIZE == 1
+    if preset != "auto":  # TRL switches bf16 on; the `fsdp` section decides
+        defaults["bf16"] = preset == "bf16-mixed"
+    parser = TrlParser(ARGUMENT_CLASSES)
+    # trainer_kwargs goes in before parsing, so that TrainingArguments' own checks see it; one process has none.
+    parser.set_defaults_with_config(**{**defaults, **asked.values, **asked.fsdp.trainer_kwargs()})
+    recipe, script, training, model = parser.parse_args_into_dataclasses(args=asked.flags)
+
+    problems = [
+        Problem(message=f"{key} {why}", fix=fix, source=asked.path)
+        for key, (why, fix) in REFUSED.items()
+        if any(getattr(group, key, None) for group in (script, training, model))
+    ]
+    for key, value in (("model_name_or_path", model.model_name_or_path), ("dataset_name", script.dataset_name)):
+        if not value:
+            problems.append(Problem(message=f"{key} is missing", fix=f"--{key} HUB_ID_OR_PATH", source=asked.path))
+    if problems:
+        raise ConfigError(problems)
+    if recipe.global_batch_size:
+        per_device = training.per_device_train_batch_size
+        steps = data.resolve_accumulation_steps(recipe.global_batch_size, per_device, WORLD_SIZE)
+        if "gradient_accumulation_steps" in asked.typed and training.gradient_accumulation_steps != steps:
+            raise ConfigError(
+                f"gradient_accumulation_steps={training.gradient_accumulation_steps} contradicts global_batch_size="
+                f"{recipe.global_batch_size}, which is {steps} x {per_device} samples on {WORLD_SIZE} processes",
+                fix="remove gradient_accumulation_steps: it follows from global_batch_size",
+            )
+        training.gradient_accumulation_steps = steps
+    if "dtype" not in asked.typed:
+        model.dtype = choose_load_dtype(preset, lora=model.use_peft)
+    if "assistant_only_loss" not in asked.typed:
+        training.assistant_only_loss = None  # on for conversations: the data decides
+    changes = {"sharding.require_sharding": "true"} if recipe.require_sharding else {}
+    return data.override(asked.fsdp, changes), recipe, script, training, model
+
+
+def choose_load_dtype(preset: str, lora: bool) -> str:
+    """Return the dtype to load weights in; sharded ones are converted later, a shard at a time and not here."""
+    if preset == "bf16-true":
+        return "bfloat16"
+    if lora:  # PEFT rounds fresh adapters to the dtype of their base, which fp32 runs must not see
+        return "float32" if preset == "fp32" else "auto"
+    return "auto" if WORLD_SIZE > 1 else "float32"
+
+
+def load_examples(recipe: RecipeArguments, script: ScriptArguments, training: SFTConfig) -> tuple[Any, Any, str]:
+    """Return the training examples, the held-out ones (or None) and their kind, all checked."""
+    splits = data.load_splits(script.dataset_name, config=script.dataset_config)
+    held_out = None
+    if recipe.eval_file or recipe.eval_fraction or training.eval_strategy != "no" or training.eval_on_start:
+        examples, held_out = data.select_eval_examples(
+            splits,
+            script.dataset_train_split,
+            script.dataset_test_split,
+            eval_file=recipe.eval_file,
+            eval_fraction=recipe.eval_fraction,
+            seed=training.seed,
+        )
+        held_out = data.rename_columns(held_out, recipe.rename_columns or [])
+        data.check_examples(held_out, source=recipe.eval_file or script.dataset_name)
+    else:
+        examples = data.pick_split(splits, script.dataset_train_split, "dataset_train_split")
+    examples = data.rename_columns(examples, recipe.rename_columns or [])
+    kind = data.check_examples(examples, source=script.dataset_name)
+    say(f"data: {len(examples)} training examples, {len(held_out) if held_out else 'none'} held out ({kind})")
+    return examples, held_out, kind
+
+
+def prepare_wandb(training: SFTConfig) -> None:
+    """Keep W&B's files with the run, and go offline when there is no key, instead of asking for one."""
+    os.environ.setdefault("WANDB_PROJECT", "hf-fsdp")
+    os.environ.setdefault("WANDB_DIR", str(training.output_dir))
+    if "WANDB_MODE" not in os.environ:
+        import wandb
+
+        if not wandb.login(prompt=False):
+            os.environ["WANDB_MODE"] = "offline"
+            say("wandb: no key, so this run is recorded offline; log in with: wandb login")
+
+
+def say_wandb_sync() -> None:
+    """Say how to send an offline run."""
+    import wandb
+
+    if wandb.run is not None and wandb.run.settings.mode == "offline":
+        say(f"wandb: send this run with: wandb sync {Path(wandb.run.dir).parent}")
+
+
+def main(argv: list[str]) -> None:
+    """Config, checks, data, model, Trainer, save."""
+    fsdp, recipe, script, training, model_args = read_arguments(argv)
+    name, output = model_args.model_name_or_path, Path(training.output_dir)
+    source = {"revision": model_args.model_revision, "trust_remote_code": training.trust_remote_code}
+
+    # What costs seconds comes before what costs minutes.
+    data.check_model_access(name, revision=model_args.model_revision)
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # an adapter names its base by it, and is loaded from other folders
+    examples, held_out, kind = load_examples(recipe, script, training)
+    tokenizer = AutoTokenizer.from_pretrained(name, **source)
+    if recipe.chat_template:
+        tokenizer.chat_template = data.resolve_chat_template(recipe.chat_template)
+    published_template, stop_token_id = tokenizer.chat_template, None
+    if training.assistant_only_loss is None:
+        training.assistant_only_loss = kind == "messages"
+    if training.assistant_only_loss:
+        tokenizer.chat_template = data.find_training_template(tokenizer, fallback=get_training_chat_template)
+        stop_token_id = data.find_stop_token_id(tokenizer, tokenizer.chat_template)
+    elif kind == "messages":
+        data.read_chat_template(tokenizer)
+    lengths = data.measure_lengths(examples, tokenizer, max_length=training.max_length)
+    say(str(lengths))
+    data.check_lengths(lengths)
+    if RANK == 0:
+        data.write_run_config(output / "resolved_config.yaml", fsdp, (recipe, script, training, model_args))
+    if "wandb" in training.report_to:
+        prepare_wandb(training)
+
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=model_args.dtype, attn_implementation=model_args.attn_implementation, **source
+    )
+    data.prepare_generation_config(model.generation_config, stop_token_id)
+    trainer = SFTTrainer(
+        model=model,
+        args=training,
+        train_dataset=examples,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+        callbacks=[FSDPCallback(fsdp), MetricsCallback()],
+    )
+    # Everything is tokenized now: checkpoints and the final folder get the template that other programs know.
+    tokenizer.chat_template = published_template
+    if recipe.print_examples:
+        rows = trainer.train_dataset
+        say(data.format_examples(rows.select(range(min(recipe.print_examples, len(rows)))), tokenizer))
+
+    resume = training.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+    step = trainer.state.global_step
+    if held_out and not any("eval_loss" in log and log["step"] == step for log in trainer.state.log_history):
+        trainer.evaluate()
+
+    trainer.save_model(str(output / "final"))
+    if RANK == 0:
+        tokenizer.save_pretrained(output / "final")
+        model.generation_config.save_pretrained(output / "final")
+    say(f"saved {output / 'final'}")
+    if "wandb" in training.report_to:
+        say_wandb_sync()
+    trainer.end()  # closes the trackers and the process group
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except HfFsdpError as error:
+        text = f"{type(error).__name__}: {error}"
+        # Every rank finds the same mistake: one tells it in full, the others in a line.
+        sys.exit(text if RANK == 0 else f"[rank {RANK}] {text.splitlines()[0]}")

@@ -1,0 +1,47 @@
+"""Every YAML in configs/ is what its folder says it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from hf_fsdp import FSDPConfig
+from hf_fsdp.cli import app
+from hf_fsdp.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+LAUNCH_FILES = sorted(CONFIGS.glob("*.y*ml"))
+RUN_FILES = sorted((CONFIGS / "train").glob("*.y*ml"))
+
+
+def test_there_are_launch_files() -> None:
+    assert CONFIGS / "fsdp_llama7b.yaml" in LAUNCH_FILES
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.name)
+def test_a_launch_file_is_accepted_by_accelerates_own_loader(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes >= 1
+    with pytest.raises(ConfigError, match="is a launch file of Accelerate"):
+        FSDPConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)
+def test_a_run_file_has_an_fsdp_section_that_is_accepted(path: Path) -> None:
+    config = FSDPConfig.from_yaml(path)
+    assert config.said
+    assert "distributed_type" not in yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_committed_launch_file_is_what_its_command_writes() -> None:
+    text = (CONFIGS / "fsdp_llama7b.yaml").read_text(encoding="utf-8")
+    (command,) = (line for line in text.splitlines() if line.startswith("# Written by: hf-fsdp "))
+    words = command.removeprefix("# Written by: hf-fsdp ").split()
+    assert words[-2:] == ["-o", "configs/fsdp_llama7b.yaml"]
+    written = CliRunner().invoke(app, words[:-2], catch_exceptions=False).stdout
+    assert written == text.replace(" -o configs/fsdp_llama7b.yaml", "")

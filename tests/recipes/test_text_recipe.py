@@ -1,0 +1,224 @@
+"""The text recipe from its command line, on a tiny random model: a subprocess for each launch, so few launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.recipes import tiny
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = REPOSITORY / "recipes" / "text" / "train.py"
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), kept.get("PYTHONPATH"))))
+    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+
+
+def _launch(folder: Path, *arguments: str, processes: int = 1, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(RECIPE), *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def _train(folder: Path, *arguments: str, processes: int = 1) -> str:
+    done = _launch(folder, *arguments, processes=processes)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def _losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in _metrics(folder) if "loss" in line]
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text_recipe")
+    tiny.save_tiny_llama(folder / "model", tiny.smollm2_tokenizer())
+    tiny.write_jsonl(folder / "chat.jsonl", tiny.conversations(40))
+    tiny.write_jsonl(folder / "pairs.jsonl", [{"question": r["prompt"], "answer": r["completion"]}
+                                              for r in tiny.completions(24)])  # fmt: skip
+    run = {
+        "model_name_or_path": "model",
+        "dataset_name": "chat.jsonl",
+        "eval_fraction": 0.2,
+        "max_steps": 4,
+        "learning_rate": "1e-2",
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "max_length": 128,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "fsdp": {"precision": "fp32", "activation_checkpointing": "full"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(work: Path) -> str:
+    """One process: full fine-tuning with every output; its standard output."""
+    return _train(work, "run.yaml", "--output_dir", "single", "--print_examples", "2", "--report_to", "wandb")
+
+
+def test_one_process_leaves_every_output(work: Path, single: str) -> None:
+    names = {path.name for path in (work / "single").iterdir()}
+    assert {"final", "metrics.jsonl", "resolved_config.yaml"} <= names
+    assert len(_losses(work / "single")) == 4
+    assert _losses(work / "single")[-1] < _losses(work / "single")[0]
+    assert any("eval_loss" in line and line["step"] == 4 for line in _metrics(work / "single"))
+
+
+def test_the_printed_examples_are_the_first_training_samples_with_their_mask(single: str) -> None:
+    assert [line.split(":")[0] for line in single.splitlines() if line.startswith("training example")] == [
+        "training example 1",
+        "training example 2",
+    ]
+    assert single.count("  loss | It is ") == 2
+    assert "0 of 32 samples (0.0%) are cut" in single
+
+
+def test_an_offline_wandb_run_prints_its_sync_command(work: Path, single: str) -> None:
+    line = next(line for line in single.splitlines() if "wandb sync" in line)
+    assert (work / line.rpartition("wandb sync ")[2]).is_dir()
+
+
+def test_the_final_folder_loads_and_generates_with_the_published_template(work: Path, single: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(work / "single" / "final")
+    assert tokenizer.chat_template == tiny.SMOLLM2_TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(work / "single" / "final")
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert output.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_two_sharded_processes_give_the_losses_of_one(work: Path, single: str) -> None:
+    output = _train(work, "run.yaml", "--output-dir", "sharded", "--require_sharding", processes=2)
+    assert "FSDP audit" in output
+    assert (work / "sharded" / "audit.json").is_file()
+    one, two = _losses(work / "single"), _losses(work / "sharded")
+    assert two == pytest.approx(one, rel=1e-5)
+    norms = [[m["grad_norm"] for m in _metrics(work / name) if "grad_norm" in m] for name in ("single", "sharded")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(work / name / "final") for name in ("single", "sharded")]
+    weights = [dict(model.named_parameters()) for model in models]
+    for name, weight in weights[0].items():
+        # AdamW turns a gradient that is truly zero plus noise into a whole step, so the bar is on the tensor.
+        assert (weight - weights[1][name]).norm() <= 1e-3 * weight.norm(), name
+
+
+def test_the_resolved_config_starts_the_same_run_again(work: Path, single: str) -> None:
+    _train(work, "single/resolved_config.yaml", "--output_dir", "again", "--report_to", "none")
+    assert _losses(work / "again") == pytest.approx(_losses(work / "single"), rel=1e-6)
+
+
+# PEFT asks transformers by a name that transformers is about to drop.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_on_completions_saves_an_adapter_that_peft_loads(work: Path) -> None:
+    output = _train(
+        work, "run.yaml", "--dataset_name=pairs.jsonl", "--rename_columns", "question=prompt", "answer=completion",
+        "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear", "--output_dir", "lora",
+        "--print_examples", "1", processes=2,
+    )  # fmt: skip
+    assert "(prompt_completion)" in output
+    # The end token counts, though pad and eos are one token in this tokenizer.
+    assert "  loss |  It is" in output and "<|im_end|>" in output.partition("loss |")[2].splitlines()[0]
+
+    assert (work / "lora" / "audit.json").is_file()
+    from peft import AutoPeftModelForCausalLM
+
+    model = AutoPeftModelForCausalLM.from_pretrained(work / "lora" / "final")
+    trained = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    assert len(trained) == 14
+    assert all(weight.abs().sum() > 0 for weight in trained)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--dataset_name", "chta.jsonl"], "DataError: dataset_name='chta.jsonl': there is no such file or folder"),
+        (["--model_name_or_path", "no/such-model"], "ModelAccessError: model_name_or_path='no/such-model' is not in"),
+        (["--global_batch_size", "3"], "ConfigError: global_batch_size=3 is not a multiple of"),
+        (["--load_in_4bit"], "ConfigError: load_in_4bit arrives in a later release"),
+        (["--gradient_accumulation_steps", "7"], "ConfigError: gradient_accumulation_steps=7 contradicts"),
+        (["--max_length", "20"], "DataError: max_length=20 cuts off the whole answer of every sample"),
+        (["--require_sharding"], "ShardingError: sharding.require_sharding is true and there is one process"),
+    ],
+)
+def test_mistakes_end_in_one_clear_error(
+    work: Path, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # In this process: what is tested is the recipe's own order of checks, and a launch costs ten seconds.
+    from hf_fsdp.errors import HfFsdpError
+
+    train = _load_recipe()
+    monkeypatch.chdir(work)
+    with pytest.raises(HfFsdpError, match=expected.partition(": ")[2].replace("(", r"\(")) as caught:
+        train.main(["run.yaml", "--output_dir", "refused", *arguments])
+    assert type(caught.value).__name__ == expected.partition(":")[0]
+    assert not (work / "refused" / "final").exists()
+
+
+def _load_recipe() -> Any:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("text_recipe", RECIPE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["text_recipe"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_line_shows_an_error_without_a_traceback(work: Path) -> None:
+    done = _launch(work, "run.yaml", "--fsdp.precision", "fp17")
+    assert done.returncode == 1
+    assert "ConfigError: precision.preset" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["llama2_7b_full", "llama2_7b_lora", "llama3_1_8b_full", "llama3_1_8b_lora"])
+def test_the_shipped_run_configs_parse_on_eight_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = _load_recipe()
+    monkeypatch.setattr(train, "WORLD_SIZE", 8)
+    path = REPOSITORY / "configs" / "train" / f"{name}.yaml"
+    fsdp, recipe, script, training, model = train.read_arguments([str(path), "--report_to", "none"])
+    assert training.gradient_accumulation_steps * training.per_device_train_batch_size * 8 == recipe.global_batch_size
+    assert fsdp.precision.preset == "bf16-mixed" and training.bf16
+    assert not training.gradient_checkpointing and fsdp.activation_checkpointing.mode == "full"
+    assert model.use_peft == name.endswith("lora")
+    assert (training.learning_rate, training.max_length) == (2e-4 if model.use_peft else 2e-5, 4096)
+    assert script.dataset_name and training.eval_strategy != "no"
+    # Precision is said once, so one override is enough.
+    fsdp, _, _, training, _ = train.read_arguments([str(path), "--fsdp.precision", "fp32", "--report_to", "none"])
+    assert fsdp.precision.preset == "fp32" and not training.bf16
+
+
+@pytest.mark.parametrize("name", ["llama2_7b_full", "llama2_7b_lora", "llama3_1_8b_full", "llama3_1_8b_lora"])
+def test_every_value_of_a_shipped_run_config_says_where_it_comes_from(name: str) -> None:
+    lines = (REPOSITORY / "configs" / "train" / f"{name}.yaml").read_text().splitlines()
+    values = [line for line in lines if line.strip() and not line.lstrip().startswith("#") and line != "fsdp:"]
+    assert values and not [line for line in values if "# " not in line]

@@ -1,0 +1,102 @@
+"""Columns and rows are checked before training, all problems at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from hf_fsdp.data import check_examples, rename_columns
+from hf_fsdp.errors import DataError
+from tests.recipes import tiny
+
+
+def _check(rows: list[dict[str, Any]]) -> str:
+    return check_examples(Dataset.from_list(rows), source="data.jsonl")
+
+
+def test_both_formats_are_recognised() -> None:
+    assert _check(tiny.conversations(2)) == "messages"
+    assert _check(tiny.completions(2)) == "prompt_completion"
+    turns = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in tiny.conversations(2)]
+    assert _check(turns) == "prompt_completion"
+
+
+def test_wrong_columns_say_what_was_found_and_the_rename_works() -> None:
+    dataset = Dataset.from_list([{"instruction": "a", "output": "b", "id": 1}])
+    with pytest.raises(DataError, match="has the columns instruction, output, id; expected is") as caught:
+        check_examples(dataset, source="data.jsonl")
+    fix = caught.value.problems[0].fix
+    assert fix == "rename_columns: [instruction=prompt, output=completion]"
+    renames = fix.removeprefix("rename_columns: [").removesuffix("]").split(", ")
+    assert check_examples(rename_columns(dataset, renames), source="data.jsonl") == "prompt_completion"
+
+
+def test_a_conversation_column_of_another_name_is_renamed_by_the_advice() -> None:
+    dataset = Dataset.from_list([{"conversations": row["messages"]} for row in tiny.conversations(2)])
+    with pytest.raises(DataError, match="has the columns conversations") as caught:
+        check_examples(dataset, source="data.jsonl")
+    assert caught.value.problems[0].fix == "rename_columns: [conversations=messages]"
+    assert check_examples(rename_columns(dataset, ["conversations=messages"]), source="data.jsonl") == "messages"
+
+
+def test_from_value_turns_are_converted_by_the_advice() -> None:
+    from trl import maybe_convert_to_chatml
+
+    turns = [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]
+    dataset = Dataset.from_list([{"conversations": turns}])
+    with pytest.raises(DataError, match="holds from/value turns") as caught:
+        check_examples(dataset, source="data.jsonl")
+    assert "maybe_convert_to_chatml" in caught.value.problems[0].fix
+    converted = dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+    assert check_examples(converted, source="data.jsonl") == "messages"
+
+
+def test_two_formats_in_one_dataset_are_refused() -> None:
+    with pytest.raises(DataError, match="has both 'messages' and 'prompt'/'completion' columns"):
+        _check([{**tiny.conversations(1)[0], "prompt": None}, {**tiny.completions(1)[0], "messages": None}])
+
+
+def test_all_problems_of_the_rows_are_told_at_once_with_the_first_row() -> None:
+    rows = tiny.conversations(5)
+    rows[1]["messages"] = []
+    rows[2]["messages"] = rows[2]["messages"][:1]
+    rows[4]["messages"] = [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    with pytest.raises(DataError, match="3 problems") as caught:
+        _check(rows)
+    text = str(caught.value)
+    assert "1 of 5 rows have no 'messages'; first: row 2" in text
+    assert "1 of 5 rows have no assistant message with text, so nothing in them can be learned; first: row 3" in text
+    assert "1 of 5 rows have a role other than system, user, assistant, tool; first: row 5" in text
+    assert text.count("data.jsonl") == 3
+    assert _check([rows[0], rows[3]]) == "messages"  # the advice: remove these rows
+
+
+def test_content_that_is_not_text_is_refused() -> None:
+    rows = [{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}]
+    with pytest.raises(DataError, match="have a turn whose 'content' is not text"):
+        _check(rows)
+
+
+def test_an_assistant_that_only_calls_a_tool_counts_as_an_answer() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    assert _check([{"messages": [call]}]) == "messages"
+
+
+def test_missing_completions_are_counted() -> None:
+    rows: list[dict[str, Any]] = tiny.completions(4)
+    rows[1]["completion"] = None
+    rows[3]["completion"] = ""
+    with pytest.raises(DataError, match="2 of 4 rows have no 'prompt' or no 'completion'; first: row 2, row 4"):
+        _check(rows)
+
+
+def test_a_bad_rename_lists_the_columns() -> None:
+    with pytest.raises(DataError, match="is not OLD=NEW with OLD one of: prompt, completion"):
+        rename_columns(Dataset.from_list(tiny.completions(1)), ["question=prompt2"])
+
+
+def test_a_rename_that_is_done_already_changes_nothing() -> None:
+    dataset = Dataset.from_list(tiny.completions(1))
+    assert rename_columns(dataset, ["instruction=prompt"]).column_names == dataset.column_names

@@ -1,0 +1,359 @@
+"""Every private or moving name of other packages that hf_fsdp builds on, and what it expects of it.
+
+When one of these fails, upstream has moved: the message says what in hf_fsdp has to follow.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_fsdp.integrations import accelerate as accelerate_seam
+from hf_fsdp.torch_private import local_shard, read_unit_state
+from tests.unit.small_models import tiny_llama
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[Any]:
+    """A mesh of two ranks without processes: collectives do nothing, which is enough to look at structure."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_composable_checkpoint_takes_the_random_state_and_knows_its_modules() -> None:
+    layer = nn.Linear(2, 2)
+    assert checkpoint.state(layer) is None, "torch_private.is_checkpointed asks `checkpoint.state(module) is None`"
+    assert checkpoint(layer, preserve_rng_state=True) is layer, (
+        "torch_private.checkpoint_block changes the module in place"
+    )
+    assert checkpoint.state(layer) is not None, "torch_private.is_checkpointed would say no for every block"
+    with pytest.raises(ValueError, match="Unexpected keyword arguments"):
+        checkpoint(nn.Linear(2, 2), no_such_option=True)  # or a dropped option would be swallowed
+
+
+def test_composable_checkpoint_keeps_the_random_state() -> None:
+    drop = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    checkpoint(drop, preserve_rng_state=True)
+    x = torch.ones(4, 64, requires_grad=True)
+    out = drop(x)
+    (grad,) = torch.autograd.grad(out.sum(), drop[0].bias)
+    kept = (out != 0).sum(0) * 2.0
+    assert torch.equal(grad, kept), "torch_private.checkpoint_block: the recompute draws another dropout mask"
+
+
+def test_the_state_of_a_unit_is_where_the_audit_looks(fake_mesh: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard([model[0], model[1]], mesh=fake_mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model[2], mesh=fake_mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=fake_mesh)
+
+    pair = read_unit_state(model[0])
+    assert pair is not None, "torch_private.read_unit_state: FSDPModule._get_fsdp_state moved"
+    assert {id(p) for p in pair.parameters} == {id(p) for part in (model[0], model[1]) for p in part.parameters()}, (
+        "torch_private.read_unit_state: the parameters of a unit are no longer in its groups' fsdp_params"
+    )
+    assert pair.mixed_precision == policy, "torch_private.read_unit_state: state._mp_policy is not what was given"
+    assert not pair.reshard_after_forward
+    assert read_unit_state(model[1]) == pair, "audit: modules of one unit no longer share their state"
+    assert read_unit_state(model[2]).reshard_after_forward, (
+        "torch_private.read_unit_state: post_forward_mesh_info moved"
+    )
+    assert read_unit_state(model).parameters == (), "audit: an empty root unit no longer reads as empty"
+    assert read_unit_state(nn.Linear(2, 2)) is None
+
+
+def test_a_sharded_module_keeps_parameters_class_prefix_and_methods(fake_mesh: Any) -> None:
+    layer = nn.Linear(5, 5)
+    fully_shard(layer, mesh=fake_mesh)
+    assert type(layer).__name__ == "FSDPLinear", "policies.blocks.class_name strips the prefix FSDP"
+    assert isinstance(layer, FSDPModule) and isinstance(layer.weight, DTensor), "audit: units and parameters by type"
+    assert local_shard(layer.weight).shape == (3, 5), (
+        "torch_private.local_shard: DTensor._local_tensor is not the shard"
+    )
+    assert local_shard(layer.weight).numel() == layer.weight.to_local().numel()
+    for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "reshard"):
+        assert callable(getattr(layer, name, None)), f"sharding.apply calls FSDPModule.{name}"
+
+
+def test_fully_shard_takes_what_apply_gives_it() -> None:
+    parameters = inspect.signature(fully_shard).parameters
+    for name in ("mesh", "reshard_after_forward", "mp_policy", "ignored_params"):
+        assert name in parameters, f"sharding.apply: fully_shard({name}=...) is gone"
+    fields = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+    assert fields <= set(MixedPrecisionPolicy.__dataclass_fields__), "policies.precision builds MixedPrecisionPolicy"
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    """A single-process accelerator whose seams are taken out again."""
+    for name in ("prepare", "backward", "get_state_dict"):
+        monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
+    monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)
+    monkeypatch.setattr(accelerate_seam, "_installed", False)
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FORK_LAUNCHED"):
+        monkeypatch.delenv(variable, raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield Accelerator(cpu=True, gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "arguments"),
+    [
+        (Accelerator, "prepare", ["args"]),
+        (Accelerator, "_prepare_one", ["obj", "first_pass"]),
+        (Accelerator, "backward", ["loss", "kwargs"]),
+        (Accelerator, "get_state_dict", ["model", "unwrap"]),
+        (AcceleratorState, "__init__", ["fsdp_plugin"]),
+        (Trainer, "save_model", ["output_dir", "_internal_call"]),
+    ],
+)
+def test_a_method_that_a_seam_replaces_or_calls_takes_these_arguments(
+    owner: type, name: str, arguments: list[str]
+) -> None:
+    parameters = inspect.signature(getattr(owner, name)).parameters
+    missing = [argument for argument in arguments if argument not in parameters]
+    assert not missing, f"integrations: {owner.__name__}.{name} no longer takes {missing}"
+
+
+def test_accelerate_drops_fsdp_on_cpu_which_the_state_seam_mends() -> None:
+    source = inspect.getsource(AcceleratorState.__init__)
+    assert "ACCELERATE_USE_FSDP" in source and "self.fsdp_plugin = fsdp_plugin" in source, (
+        "integrations.accelerate._init_state sets distributed_type and fsdp_plugin as AcceleratorState.__init__ does"
+    )
+    assert DistributedType.MULTI_CPU and DistributedType.FSDP and DynamoBackend.NO
+    assert "fsdp_plugin=fsdp_plugin" in inspect.getsource(Accelerator.__init__), (
+        "integrations.accelerate._init_state reads the plugin from the keyword fsdp_plugin"
+    )
+
+
+def test_the_states_are_shared_as_the_seams_write_to_them(accelerator: Accelerator) -> None:
+    assert PartialState._shared_state["distributed_type"] == accelerator.distributed_type, (
+        "integrations.accelerate._init_state writes PartialState._shared_state['distributed_type']; saving reads it"
+    )
+    assert AcceleratorState._shared_state, "integrations.accelerate.current_plugin asks whether a state exists"
+    assert AcceleratorState().__dict__ is accelerator.state.__dict__
+    accelerate_seam.set_sync_each_batch(True)
+    assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True, (
+        "integrations.accelerate.set_sync_each_batch writes GradientState().plugin_kwargs"
+    )
+    assert accelerator.gradient_accumulation_steps == 2, "set_sync_each_batch must not lose the other settings"
+
+
+def test_the_attributes_of_an_accelerator_that_the_seam_touches_exist(accelerator: Accelerator) -> None:
+    assert isinstance(accelerator._models, list), "integrations.accelerate._prepare appends to Accelerator._models"
+    assert hasattr(accelerator, "native_amp"), "integrations.accelerate._prepare switches Accelerator.native_amp off"
+    assert "self.native_amp" in inspect.getsource(Accelerator.prepare_model) + inspect.getsource(
+        Accelerator.autocast
+    ), "integrations.accelerate._prepare: autocast no longer follows native_amp"
+    assert accelerator.state.dynamo_plugin.backend == DynamoBackend.NO, "torch_compile is refused by this attribute"
+    config = accelerate.ParallelismConfig()
+    for name in ("tp_size", "cp_size", "sp_size"):
+        assert getattr(config, name) == 1, f"integrations.accelerate.check_parallelism reads ParallelismConfig.{name}"
+
+
+def test_accelerates_own_accumulation_asks_the_same_switch() -> None:
+    assert 'plugin_kwargs.get("sync_each_batch"' in inspect.getsource(Accelerator.accumulate), (
+        "integrations.accelerate.set_sync_each_batch has no effect in loops that use accelerator.accumulate"
+    )
+
+
+def test_the_plugin_has_the_fields_that_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Building a plugin sets this variable for good.
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    for name in ("fsdp_version", "activation_checkpointing", "cpu_offload", "state_dict_type"):
+        assert hasattr(plugin, name), f"integrations.trainer reads FullyShardedDataParallelPlugin.{name}"
+    plugin.state_dict_type = "FULL_STATE_DICT"
+    assert "FULL_STATE_DICT" in str(plugin.state_dict_type), "integrations.trainer.save_model sets it for one save"
+
+
+class _Recorder:
+    """A backend that only writes down what it was called with."""
+
+    def __init__(self) -> None:
+        self.sharded: list[tuple[nn.Module, list[Any]]] = []
+        self.losses: list[float] = []
+
+    def shard(self, model: nn.Module, optimizers: list[Any]) -> None:
+        self.sharded.append((model, optimizers))
+
+    def observe_loss(self, loss: torch.Tensor) -> None:
+        self.losses.append(float(loss.detach()))
+
+
+def test_prepare_and_backward_go_through_an_attached_backend(accelerator: Accelerator) -> None:
+    accelerate_seam.install_seams()
+    accelerator.state.fsdp_plugin = SimpleNamespace()
+    backend = _Recorder()
+    accelerate_seam.attach_backend(backend)
+    assert (
+        accelerate_seam.active_backend() is backend
+        and accelerate_seam.current_plugin() is accelerator.state.fsdp_plugin
+    )
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    prepared_model, prepared_optimizer, prepared_scheduler = accelerator.prepare(model, optimizer, scheduler)
+    assert backend.sharded == [(model, [optimizer])]
+    assert prepared_model is model and model in accelerator._models
+    assert prepared_optimizer.optimizer is optimizer and prepared_scheduler.optimizers == [prepared_optimizer]
+    accelerator.prepare(model)
+    assert accelerator._models.count(model) == 1, "a model prepared twice is known once"
+
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    assert len(backend.losses) == 1 and model.weight.grad is not None
+
+
+def test_without_a_backend_accelerate_does_what_it_always_did(accelerator: Accelerator) -> None:
+    accelerate_seam.install_seams()
+    model = nn.Linear(2, 1)
+    prepared = accelerator.prepare(model)
+    assert prepared is model and accelerator._models == [model]
+    assert accelerate_seam.active_backend() is None and accelerate_seam.current_plugin() is None
+    assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
+
+
+def test_several_models_in_one_call_are_refused(accelerator: Accelerator) -> None:
+    from hf_fsdp.errors import IntegrationError
+
+    accelerate_seam.install_seams()
+    accelerator.state.fsdp_plugin = SimpleNamespace()
+    accelerate_seam.attach_backend(_Recorder())
+    with pytest.raises(IntegrationError, match="accelerator.prepare was given 2 models; this release shards one"):
+        accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+    accelerator.prepare(nn.Linear(1, 1))
+
+
+# -- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def test_trainer_asks_whether_every_batch_synchronises_before_it_enters_no_sync() -> None:
+    source = inspect.getsource(transformers.trainer)
+    asked = source.find('plugin_kwargs.get("sync_each_batch"')
+    assert asked >= 0, "integrations.accelerate.set_sync_each_batch has no effect any more"
+    assert 0 < source.find("self.accelerator.no_sync", asked) - asked < 1500
+
+
+def test_trainer_prepares_model_and_optimizer_through_the_accelerator() -> None:
+    source = inspect.getsource(Trainer._prepare_for_training)
+    for call in ("self.accelerator.prepare(self.model, self.optimizer)", "self.create_optimizer()"):
+        assert call in source, f"integrations.accelerate._prepare waits for {call} in Trainer._prepare_for_training"
+    assert "self.accelerator.prepare" in inspect.getsource(Trainer.evaluation_loop), (
+        "an evaluation before training is prepared by the same seam"
+    )
+
+
+def test_trainer_saves_through_the_accelerators_state_dict() -> None:
+    source = inspect.getsource(Trainer.save_model)
+    assert "self.accelerator.get_state_dict(self.model)" in source, (
+        "integrations.accelerate._get_state_dict is not asked"
+    )
+    assert '"FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type)' in source, (
+        "integrations.trainer switches the plugin's state_dict_type for one save"
+    )
+
+
+def test_trainer_runs_backward_through_the_accelerator() -> None:
+    assert "self.accelerator.backward(loss" in inspect.getsource(Trainer.training_step), (
+        "integrations.accelerate._backward sees no loss, so a NaN would not be noticed"
+    )
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["on_init_end", "on_train_begin", "on_prediction_step", "on_pre_optimizer_step", "on_optimizer_step", "on_log"],
+)
+def test_trainer_still_fires_the_events_that_the_callback_lives_on(event: str) -> None:
+    assert hasattr(TrainerCallback, event), f"FSDPCallback.{event} is never called"
+    assert f"callback_handler.{event}(" in inspect.getsource(transformers.trainer), f"Trainer no longer fires {event}"
+
+
+def test_the_callback_handler_hands_over_model_and_optimizer() -> None:
+    source = inspect.getsource(transformers.trainer_callback.CallbackHandler.call_event)
+    assert "model=self.model" in source and "optimizer=self.optimizer" in source, (
+        "FSDPCallback reads both from its events"
+    )
+
+
+def test_the_training_arguments_that_are_read_exist() -> None:
+    names = set(TrainingArguments.__dataclass_fields__)
+    needed = {"bf16", "fp16", "fsdp", "fsdp_config", "fp16_full_eval", "bf16_full_eval", "auto_find_batch_size"}
+    assert needed <= names, f"integrations.trainer reads TrainingArguments.{needed - names}"
+    assert {"activation_checkpointing", "gradient_checkpointing"} & names, (
+        "integrations.trainer.checkpointing_is_on knows Trainer's switch by neither of its names"
+    )
+
+
+# -- transformers' models ---------------------------------------------------------------------------------------------
+
+
+def test_the_models_own_checkpointing_is_the_attribute_that_is_switched_off() -> None:
+    model = tiny_llama(1)
+    model.activation_checkpointing_enable()
+    assert [name for name, part in model.named_modules() if getattr(part, "gradient_checkpointing", False)], (
+        "policies.activation.turn_off_model_checkpointing looks for the attribute gradient_checkpointing"
+    )
+
+
+def test_models_name_their_layers_embeddings_and_head_where_the_wrap_policy_looks() -> None:
+    model = tiny_llama(1)
+    assert "LlamaDecoderLayer" in (model._no_split_modules or ()), "policies.blocks reads _no_split_modules"
+    assert model.get_input_embeddings() is model.model.embed_tokens
+    assert model.get_output_embeddings() is model.lm_head
+
+
+# -- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def test_trls_fused_head_reads_the_weight_of_the_output_embedding_in_the_forward() -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    from hf_fsdp.policies.raw_reads import RawRead, find_raw_reads
+
+    model = tiny_llama(1)
+    add_fused_lm_head(model)
+    assert "forward" in vars(model), "policies.raw_reads looks for forwards that were replaced on the instance"
+    assert RawRead("", "lm_head") in find_raw_reads(model), (
+        "policies.raw_reads no longer finds TRL's read of the head: it would be a unit and hand out its shard"
+    )
+
+
+def test_trls_configs_are_known_by_their_module_and_turn_bf16_on(tmp_path: Any) -> None:
+    from trl import SFTConfig
+
+    assert any(cls.__module__.startswith("trl.") for cls in SFTConfig.__mro__), (
+        "integrations.trainer.read_training_arguments takes TRL's defaults for typed values"
+    )
+    fields = SFTConfig.__dataclass_fields__
+    assert fields["bf16"].default is not False, "TRL's bf16 default is off now: read_training_arguments says it is on"
