@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_fsdp.config.parse import SECTION_FIELDS, Parsed, parse_config, shown
+from hf_fsdp.config.parse import SECTION_FIELDS, TRUE_WORDS, Parsed, parse_config, shown
 from hf_fsdp.config.validate import check_config
 from hf_fsdp.errors import ConfigError, Problem
 
@@ -280,7 +280,12 @@ class FSDPConfig:
         """
         if int(os.environ.get("WORLD_SIZE") or 1) <= 1:
             return {}
-        return {"fsdp": True, "fsdp_config": self.to_trainer()}
+        fsdp_config = self.to_trainer()
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            # TrainingArguments would overwrite what the launch file says about how weights are read.
+            asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").strip().lower()
+            fsdp_config["cpu_ram_efficient_loading"] = asked in TRUE_WORDS
+        return {"fsdp": True, "fsdp_config": fsdp_config}
 
     def to_accelerate(
         self,

@@ -31,8 +31,8 @@ _installed = False
 class Backend(Protocol):
     """What the seams call; `FSDPCallback` brings one."""
 
-    def shard(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Shard `model` in place and give `optimizers` the sharded parameters."""
+    def shard(self, model: nn.Module, optimizers: list[Optimizer], device_type: str) -> None:
+        """Shard `model` in place onto `device_type` and give `optimizers` the sharded parameters."""
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         """Look at a micro-batch's own loss before backward."""
@@ -127,7 +127,7 @@ def _prepare(original: Callable[..., Any], accelerator: Accelerator, *args: Any,
     accelerator.native_amp = False
     optimizers = [_raw_optimizer(item) for item in args if isinstance(item, Optimizer)]
     for model in models:
-        backend.shard(model, optimizers)
+        backend.shard(model, optimizers, accelerator.device.type)
         if not any(model is known for known in accelerator._models):
             accelerator._models.append(model)
     # Two passes as in Accelerate: schedulers need their prepared optimizers.

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_fsdp.config.environment import from_accelerate_environment, scrubbed_fsdp_environment
 from hf_fsdp.config.precedence import merge
 from hf_fsdp.config.schema import FSDPConfig
+from hf_fsdp.config.validate import note_config
 from hf_fsdp.errors import IntegrationError, ShardingError
 from hf_fsdp.integrations import accelerate as seams
 from hf_fsdp.integrations import trainer as trainer_seam
@@ -22,6 +23,7 @@ from hf_fsdp.monitor.first_step import StepMonitor
 from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp, get_applied_sharding, reshard_all
 from hf_fsdp.sharding.audit import Audit, audit_sharding
 from hf_fsdp.sharding.audit_table import render_audit
+from hf_fsdp.units import format_bytes
 
 AUDIT_FILE = "audit.json"
 
@@ -86,7 +88,12 @@ class FSDPCallback(TrainerCallback):
         trainer_seam.turn_checkpointing_off(args)
         args.bf16 = config.precision.preset.startswith("bf16") or config.precision.preset == "auto"
         seams.set_sync_each_batch(config.sharding.sync_each_batch)
-        self._attached = _TrainerBackend(config, Path(args.output_dir), is_printer=args.process_index == 0)
+        self._attached = _TrainerBackend(
+            config,
+            Path(args.output_dir),
+            is_printer=args.process_index == 0,
+            accumulates=args.gradient_accumulation_steps > 1,
+        )
         seams.attach_backend(self._attached)
         self._attached.say(*lines)
 
@@ -169,6 +176,7 @@ class FSDPCallback(TrainerCallback):
             from_accelerate_environment(self._launch_environment),
         )
         lines = list(merged.overrides)
+        lines += note_config(merged.config)
         if trainer_seam.checkpointing_is_on(args) and merged.config.activation_checkpointing.mode == "full":
             lines.append("gradient checkpointing: done by hf-fsdp (same blocks, random state kept), not by Trainer")
         return merged.config, lines
@@ -205,10 +213,11 @@ class FSDPCallback(TrainerCallback):
 class _TrainerBackend:
     """What the seams call for one Trainer."""
 
-    def __init__(self, config: FSDPConfig, output_dir: Path, is_printer: bool):
+    def __init__(self, config: FSDPConfig, output_dir: Path, is_printer: bool, accumulates: bool):
         self._config = config
         self._output_dir = output_dir
         self._is_printer = is_printer
+        self._accumulates = accumulates
         self._monitor = StepMonitor()
         self._said: set[str] = set()
         self._printed_audit_of: int | None = None
@@ -222,8 +231,8 @@ class _TrainerBackend:
                 print(f"hf-fsdp: {line}", flush=True)
             self._said.add(line)
 
-    def shard(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        applied = apply_fsdp(model, self._config, optimizers=optimizers)
+    def shard(self, model: nn.Module, optimizers: list[Optimizer], device_type: str) -> None:
+        applied = apply_fsdp(model, self._config, optimizers=optimizers, device_type=device_type)
         self.audit = audit_sharding(model, optimizers[0] if optimizers else None)
         self._announce(model, applied)
 
@@ -262,6 +271,12 @@ class _TrainerBackend:
         self._printed_audit_of = id(applied)
         if applied.replaced_model_checkpointing:
             self.say("the model's own gradient checkpointing was on and is replaced by hf-fsdp's setting")
+        if not self._config.sharding.sync_each_batch and self._accumulates:
+            held = 4 * self.audit.num_trained
+            self.say(
+                f"sharding.sync_each_batch: false keeps whole fp32 gradients between micro-batches: "
+                f"{format_bytes(held)} on every process (estimated, 4 bytes a trained parameter)"
+            )
         if self._is_printer:
             print(render_audit(self.audit), flush=True)
 

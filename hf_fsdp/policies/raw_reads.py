@@ -270,9 +270,8 @@ def _summarize(function: Callable[..., Any]) -> _Summary:
     calls: list[ast.Call] = []
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            if isinstance(node.value, ast.Name | ast.Attribute | ast.Call):
-                aliases[node.targets[0].id] = node.value
+        if (assigned := _assignment(node)) is not None:
+            aliases[assigned[0]] = assigned[1]
         elif isinstance(node, ast.Attribute) and node.attr in _TENSORS:
             parent = parents.get(node)
             if not (isinstance(parent, ast.Attribute) and parent.attr in _METADATA):
@@ -280,6 +279,19 @@ def _summarize(function: Callable[..., Any]) -> _Summary:
         elif isinstance(node, ast.Call) and _may_lead_on(node):
             calls.append(node)
     return _Summary(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], tuple(reads), tuple(calls), aliases)
+
+
+def _assignment(node: ast.AST) -> tuple[str, ast.expr] | None:
+    """Name and value of a plain assignment of something that may stand for a module."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target: ast.expr = node.targets[0]
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+        target = node.target
+    else:
+        return None
+    if isinstance(target, ast.Name) and isinstance(node.value, ast.Name | ast.Attribute | ast.Call):
+        return target.id, node.value
+    return None
 
 
 def _may_lead_on(call: ast.Call) -> bool:

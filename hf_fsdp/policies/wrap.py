@@ -245,7 +245,7 @@ def _read_across_units(model: nn.Module, draft: Draft, reads: frozenset[RawRead]
     kept = {first_names[id(held[name])] for name in kept}
     if kept:
         shown = ", ".join(sorted(kept)[:3]) + (", …" if len(kept) > 3 else "")
-        draft.notes.append(f"{shown} stays in the root unit: read outside the forward of its own layer")
+        draft.notes.append(f"{shown} kept by the root unit: read outside the forward of its layer")
     return kept
 
 

@@ -22,7 +22,7 @@ from hf_fsdp.policies.activation import (
 from hf_fsdp.policies.precision import PrecisionTable, check_storable, find_norms, resolve_precision
 from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
 from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
-from hf_fsdp.sharding.mesh import agreement_group, build_mesh
+from hf_fsdp.sharding.mesh import agreement_group, build_mesh, default_device_type
 
 _ATTRIBUTE = "_hf_fsdp_sharding"
 
@@ -54,6 +54,7 @@ def apply_fsdp(
     mesh: DeviceMesh | None = None,
     *,
     optimizers: Sequence[Optimizer] = (),
+    device_type: str | None = None,
 ) -> AppliedSharding:
     """Shard `model` in place by FSDP2, the same way for any training loop; collective.
 
@@ -65,6 +66,7 @@ def apply_fsdp(
         config: defaults to `FSDPConfig()`. `auto` values take their defaults: `bf16-mixed`, no checkpointing.
         mesh: 1-D (`dp_shard`) or 2-D (`dp_replicate`, `dp_shard`); default: all ranks, in the config's sizes.
         optimizers: built on `model`'s parameters, without state yet.
+        device_type: `cuda`, `cpu`, …: where parameters go; default: where the process group reduces.
 
     Returns:
         The record that `audit_sharding` checks. A model that is sharded already is left as it is.
@@ -85,7 +87,7 @@ def apply_fsdp(
     precision = resolve_precision(config.precision)
     check_storable(model.named_parameters(), precision)
     plan = build_wrap_plan(model, config.wrap, precision)
-    mesh = mesh if mesh is not None else build_mesh(config.sharding, _device_type())
+    mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type or default_device_type())
     agreement_group()
     check_same_structure(model)
 
@@ -146,10 +148,6 @@ def _refuse_unfit_models(model: nn.Module) -> None:
             f"{', '.join(scalars)}: a trained scalar has no first dimension to shard",
             fix="freeze it with requires_grad_(False), or give it the shape (1,)",
         )
-
-
-def _device_type() -> str:
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
 
 
 # -- units ------------------------------------------------------------------------------------------------------------

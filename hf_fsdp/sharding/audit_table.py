@@ -28,7 +28,7 @@ def render_audit(audit: Audit, width: int = 118) -> str:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     # A long name goes on in the next line; cut off, it would not say which module it is.
     table.add_column("unit", overflow="fold")
-    for heading in ("count", "parameters", "on this rank", "trained"):
+    for heading in ("count", "params", "this rank", "trained"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("stored", "compute", "reduce", "output", "optimizer"):
         table.add_column(heading, no_wrap=True)

@@ -50,6 +50,17 @@ def build_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
 
 
+def default_device_type() -> str:
+    """Return where parameters go when nobody says it: the accelerator, if the process group can reduce there.
+
+    A machine with GPUs can run a CPU job (`use_cpu=True`, a gloo group); its parameters must stay on the CPU.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # "gloo", "nccl", or by device: "cpu:gloo,cuda:nccl"
+    backends = {part.rpartition(":")[2] for part in dist.get_backend_config().split(",")}
+    return "cpu" if accelerator is None or backends <= {"gloo", "mpi", "fake"} else accelerator.type
+
+
 def shard_axis_size(mesh: DeviceMesh) -> int:
     """Return over how many ranks one parameter is split."""
     return mesh.size(mesh.ndim - 1)

@@ -8,6 +8,8 @@ second. The folder appears by one rename, so an interrupted run leaves nothing t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -78,7 +80,8 @@ def convert(gguf: Path, into: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader has a progress bar without a switch
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     # The weights are plain tensors by now, but the model still says that it is quantised; such a model can be
     # neither trained nor saved.
     model.hf_quantizer = None

@@ -133,7 +133,9 @@ def training_environment(num_processes: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "WANDB_SILENT": "true"}
     offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), **quiet, **offline}
+    # Passive: a thread that spins while it waits takes the core from the one it waits for, on a machine that is shared.
+    cores = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**os.environ, **cores, **quiet, **offline}
 
 
 def tail(log: Path, num_lines: int = 30) -> str:

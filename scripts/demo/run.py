@@ -119,6 +119,7 @@ def show_next_commands() -> None:
         f"{OUTPUT}/resolved_config.yaml, audit.json, metrics.jsonl, samples.md, results.json",
         f"{OUTPUT}/model loads by itself: AutoModelForCausalLM.from_pretrained('{OUTPUT}/model')",
         f"wandb sync {offline_runs[-1]}" if offline_runs else "(no W&B run was recorded)",
+        f"source {os.path.relpath(sys.prefix)}/bin/activate      # then:",
         "hf-fsdp config llama-2-7b --gpus 8 --method lora -o fsdp.yaml",
         "accelerate launch --config_file fsdp.yaml recipes/text/train.py configs/train/llama2_7b_lora.yaml",
         "bash scripts/demo.sh --full      # the same with all weights trained",

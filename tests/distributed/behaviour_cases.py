@@ -236,11 +236,16 @@ def sync_each_batch_or_deferred(rank: int, world_size: int) -> dict[str, Any]:
                 nonlocal calls
                 calls += sum(parameter.grad is not None for parameter in model.parameters())
 
-        with workspace() as folder:
+        printed = io.StringIO()
+        with workspace() as folder, contextlib.redirect_stdout(printed):
             config = FSDPConfig(precision="fp32", sharding={"sync_each_batch": sync})
             trainer = make_trainer(folder, config, gradient_accumulation_steps=2, callbacks=[Count()])
             trainer.train()
-            results[name] = {"losses": losses_of(trainer), "reduced_early": calls > 0}
+        results[name] = {
+            "losses": losses_of(trainer),
+            "reduced_early": calls > 0,
+            "printed": printed.getvalue(),
+        }
     return results
 
 
@@ -640,6 +645,9 @@ CASES = {
     "label_smoothing": _with_arguments(label_smoothing_factor=0.1),
     "neftune": _with_arguments(neftune_noise_alpha=5.0),
     "plain": _with_arguments(),
+    "prefetch": lambda rank, world_size: {
+        "losses": train(Run(sharding={"forward_prefetch": 2, "backward_prefetch": 2}), world_size)["losses"]
+    },
     "dropout_full": _dropout_pair("full"),
     "dropout_lora": _dropout_pair("lora"),
     "save_full": _save("full", "auto", "bfloat16", "full"),

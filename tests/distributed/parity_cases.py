@@ -65,7 +65,7 @@ def _both_optimizers(row: dict[str, Any], sharding: dict[str, Any]) -> Callable[
 
 PAIRS = {case_name(row): row for row in pairwise(SETTINGS)}
 # 3 and 4 processes and 2x2 hybrid sharding run a few rows that differ in everything.
-FEW = list(PAIRS)[::6]
+FEW = [list(PAIRS)[index] for index in (1, 3, 7, 10, 13)]
 HYBRID = {f"hybrid-{name}": PAIRS[name] for name in FEW[:3]}
 
 CASES = {name: _both_optimizers(row, {}) for name, row in PAIRS.items()}

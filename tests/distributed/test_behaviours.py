@@ -93,6 +93,14 @@ def test_each_micro_batch_is_synchronised_unless_deferral_is_asked_for(two: dict
     for rank in two["sync_each_batch_or_deferred"].get():
         assert rank["each"]["reduced_early"] and not rank["deferred"]["reduced_early"]
         assert rank["each"]["losses"] == pytest.approx(rank["deferred"]["losses"], abs=1e-5)
+    rank = first(two["sync_each_batch_or_deferred"])
+    line = "keeps whole fp32 gradients between micro-batches: 107.6 KiB on every process (estimated"
+    assert line in rank["deferred"]["printed"] and line not in rank["each"]["printed"]
+
+
+def test_prefetching_further_ahead_changes_no_number(two: dict[str, Outcome]) -> None:
+    for rank in two["prefetch"].get():
+        assert rank["losses"] == first(two["plain"])["losses"]
 
 
 def test_a_wrap_function_given_to_the_callback_is_used(two: dict[str, Outcome]) -> None:

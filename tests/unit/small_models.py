@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ def auto_model_classes() -> dict[str, str]:
 
 
 def build_default(class_name: str, model_type: str, num_layers: int = 16) -> nn.Module | None:
-    """Build a class on meta from its default config, layers cut to `num_layers`; None where that config cannot be built."""
+    """Build a class on meta from its default config, cut to `num_layers` layers; None where that cannot be built."""
     try:
         config = getattr(transformers, configuration_auto.CONFIG_MAPPING_NAMES[model_type])()
         model_class = getattr(transformers, class_name)
@@ -159,7 +160,7 @@ def build_default(class_name: str, model_type: str, num_layers: int = 16) -> nn.
     fewer = copy.deepcopy(config)
     for candidate in (_with_fewer_layers(fewer, num_layers), config):
         try:
-            return on_meta(lambda candidate=candidate: model_class(candidate))
+            return on_meta(functools.partial(model_class, candidate))
         except Exception:
             continue
     return None

@@ -59,7 +59,7 @@ def checkpoint_all(model: Any, config: ActivationCheckpointingConfig = FULL) -> 
     ],
 )
 def test_every_nth_block_is_chosen_from_the_first(config: ActivationCheckpointingConfig, chosen: list[int]) -> None:
-    blocks = [nn.Linear(1, 1) for _ in range(5)]
+    blocks: list[nn.Module] = [nn.Linear(1, 1) for _ in range(5)]
     assert [blocks.index(block) for block in select_blocks(config, blocks)] == chosen
 
 
@@ -197,16 +197,17 @@ def test_transformers_own_checkpointing_is_turned_off_and_reported() -> None:
     assert not model.is_activation_checkpointing
 
 
-def test_a_block_is_not_recomputed_twice_when_both_were_on() -> None:
-    model = tiny_llama(2)
+def test_applying_ours_replaces_theirs() -> None:
+    model, plain = tiny_llama(2, attention_dropout=0.3), tiny_llama(2, attention_dropout=0.3)
     model.activation_checkpointing_enable()
     checkpoint_all(model)
-    forwards = 0
+    assert not model.is_activation_checkpointing
+    assert differing(gradients(plain), gradients(model)) == []
 
-    def count(module: nn.Module, args: Any) -> None:
-        nonlocal forwards
-        forwards += 1
 
-    model.model.layers[1].mlp.register_forward_pre_hook(count)
-    gradients(model)
-    assert forwards == 2
+def test_theirs_is_off_too_when_ours_is_not_asked_for() -> None:
+    """`activation_checkpointing: none` means none, whatever the model was loaded with."""
+    model = tiny_llama(2)
+    model.activation_checkpointing_enable()
+    assert checkpoint_all(model, ActivationCheckpointingConfig(mode="none")) == 0
+    assert not model.is_activation_checkpointing

@@ -90,12 +90,22 @@ def test_every_index_that_varies_is_shown_as_a_range() -> None:
 
 
 def test_the_table_shows_sizes_and_dtypes_of_each_line() -> None:
-    text = render_audit(audit([*rows("model.layers.0 LlamaDecoderLayer", "model.layers.1 LlamaDecoderLayer")]))
+    text = render_audit(audit(rows(*(f"model.layers.{i} LlamaDecoderLayer" for i in range(32)))))
     assert text.startswith("FSDP audit: LlamaForCausalLM on 2 processes (dp_shard 2), bf16-mixed\n")
     line = next(line for line in text.splitlines() if "model.layers" in line)
     assert line.split() == (
-        "model.layers.0-1 LlamaDecoderLayer 2 202.4M 101.2M 202.4M fp32 bf16 fp32 bf16 (none yet)".split()
+        "model.layers.0-31 LlamaDecoderLayer 32 202.4M 101.2M 202.4M fp32 bf16 fp32 bf16 (none yet)".split()
     )
+
+
+def test_a_long_name_is_continued_and_not_cut() -> None:
+    name = "base_model.model.model.language_model.layers.0"
+    text = render_audit(audit(rows(f"{name} Qwen2_5_VLDecoderLayer", storage="bfloat16+float32")))
+    assert "…" not in text
+    lines = text.splitlines()
+    heading = next(line for line in lines if line.startswith(" unit"))
+    column = [line[: heading.index("count")].strip() for line in lines[lines.index(heading) + 2 :]]
+    assert "".join(column).startswith(f"{name}Qwen2_5_VLDecoderLayer")
 
 
 def test_mixed_storage_is_shown_part_by_part() -> None:

@@ -282,6 +282,15 @@ def test_trainer_kwargs_are_empty_in_a_single_process(monkeypatch: pytest.Monkey
     assert "hf_fsdp" in kwargs["fsdp_config"]
 
 
+def test_trainer_kwargs_keep_the_launch_files_way_of_reading_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "True")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    assert FSDPConfig().trainer_kwargs()["fsdp_config"]["cpu_ram_efficient_loading"] is False
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert FSDPConfig().trainer_kwargs()["fsdp_config"]["cpu_ram_efficient_loading"] is True
+
+
 @pytest.mark.parametrize(
     ("stock", "key", "value"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_one_problem_in_a_list_is_not_counted() -> None:
 
 
 def test_every_error_can_be_caught_by_its_base() -> None:
-    classes = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, Exception)]
+    classes: list[Any] = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, Exception)]
     assert len(classes) > 5
     for cls in classes:
         with pytest.raises(HfFsdpError, match="^a\n  fix   b$"):

@@ -80,8 +80,9 @@ def test_a_step_lost_in_rounding_is_named() -> None:
 
 def test_a_gradient_of_exact_zeros_moves_nothing_and_is_no_fault() -> None:
     """LoRA's A while its B is zero."""
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    nn.init.zeros_(model[1].weight)
+    second = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(second.weight)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), second)
     model(torch.ones(1, 4)).sum().backward()
     report = first_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert report.lines() == []

@@ -27,7 +27,7 @@ class _Head(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.lm_head = nn.Linear(4, 8)
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
 
@@ -59,6 +59,14 @@ class _ReadsAnAlias(_Head):
         return F.linear(x, same.weight)
 
 
+class _ReadsANamedPart(_Head):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head: nn.Linear = self.lm_head
+        if (projection := head) is not None:
+            return F.linear(x, projection.weight)
+        return x
+
+
 class _ReadsThroughAGetter(_Head):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.get_output_embeddings().weight)
@@ -87,7 +95,7 @@ class _ReadsInAFunction(_Head):
 
 class _HandsOutToAnUnknownName(_Head):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lm_head = dict(self.named_children())["lm_head"]
+        lm_head: Any = dict(self.named_children())["lm_head"]
         return F.linear(x, lm_head.weight)
 
 
@@ -101,7 +109,15 @@ def test_a_call_and_a_look_at_metadata_are_no_reads(model_class: type[nn.Module]
 
 @pytest.mark.parametrize(
     "model_class",
-    [_ReadsDirectly, _ReadsBias, _ReadsAnAlias, _ReadsThroughAGetter, _ReadsInAMethod, _ReadsInAFunction],
+    [
+        _ReadsDirectly,
+        _ReadsBias,
+        _ReadsAnAlias,
+        _ReadsANamedPart,
+        _ReadsThroughAGetter,
+        _ReadsInAMethod,
+        _ReadsInAFunction,
+    ],
 )
 def test_a_read_is_found_on_every_way_to_it(model_class: type[nn.Module]) -> None:
     assert find_raw_reads(model_class()) == HEAD_READ
@@ -141,7 +157,8 @@ def test_a_partial_over_the_model_is_followed() -> None:
         pass
 
     model = Plain()
-    model.forward = functools.partial(_ReadsDirectly.forward, model)
+    original: Any = _ReadsDirectly.forward
+    model.forward = functools.partial(original, model)
     assert find_raw_reads(model) == HEAD_READ
 
 
@@ -169,7 +186,7 @@ def test_a_forward_without_source_is_no_crash() -> None:
 
 
 def test_a_builtin_forward_is_no_crash() -> None:
-    model = _Calls()
+    model: Any = _Calls()
     model.forward = len
     assert find_raw_reads(model) == frozenset()
 
@@ -177,8 +194,9 @@ def test_a_builtin_forward_is_no_crash() -> None:
 def test_functions_that_call_each_other_end() -> None:
     class Loops(_Head):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a = b  # noqa: F821, F841
-            b = a  # noqa: F841
+            a: Any = None
+            b = a
+            a = b
             return self.other(x) + F.linear(x, a.weight)
 
         def other(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,20 +255,25 @@ def test_the_head_of_a_model_with_a_fused_loss_on_the_instance_is_in_the_root() 
     assert "lm_head.weight" in held_by(plan_of(model), "root")
 
 
-def test_a_weight_inside_a_layer_that_the_model_reads_is_held_by_the_root() -> None:
+def test_a_weight_inside_a_unit_that_the_model_reads_is_held_by_the_root() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))
-            self.first = self.layers[0]
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))
+            self.tower: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.tower.gate = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.first.weight_source.weight)
+            return self.tower(x) * self.tower.gate.weight.sum()
 
     model = Reader()
-    model.layers[0].weight_source = model.layers[0][0]
-    plan = plan_of(model)
-    assert held_by(plan, "root") >= {"layers.0.0.weight"}
+    wrap = FSDPConfig(wrap=lambda model: [*model.layers, model.tower]).wrap
+    plan = build_wrap_plan(model, wrap, resolve_precision(FSDPConfig().precision))
+    assert held_by(plan, "root") == plan.root_owned == {"tower.gate.weight", "tower.gate.bias"}
+    assert "tower.0.weight" in held_by(plan, "block")
+    assert plan.notes == (
+        "tower.gate.bias, tower.gate.weight kept by the root unit: read outside the forward of its layer",
+    )
 
 
 def test_a_norm_that_a_kernel_reads_past_its_forward_is_no_unit() -> None:

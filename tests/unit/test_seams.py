@@ -55,11 +55,12 @@ def test_composable_checkpoint_takes_the_random_state_and_knows_its_modules() ->
 
 
 def test_composable_checkpoint_keeps_the_random_state() -> None:
-    drop = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    linear = nn.Linear(64, 64)
+    drop = nn.Sequential(linear, nn.Dropout(0.5))
     checkpoint(drop, preserve_rng_state=True)
     x = torch.ones(4, 64, requires_grad=True)
     out = drop(x)
-    (grad,) = torch.autograd.grad(out.sum(), drop[0].bias)
+    (grad,) = torch.autograd.grad(out.sum(), linear.bias)
     kept = (out != 0).sum(0) * 2.0
     assert torch.equal(grad, kept), "torch_private.checkpoint_block: the recompute draws another dropout mask"
 
@@ -71,18 +72,16 @@ def test_the_state_of_a_unit_is_where_the_audit_looks(fake_mesh: Any) -> None:
     fully_shard(model[2], mesh=fake_mesh, reshard_after_forward=True)
     fully_shard(model, mesh=fake_mesh)
 
-    pair = read_unit_state(model[0])
-    assert pair is not None, "torch_private.read_unit_state: FSDPModule._get_fsdp_state moved"
+    pair, single, root = (read_unit_state(module) for module in (model[0], model[2], model))
+    assert pair and single and root, "torch_private.read_unit_state: FSDPModule._get_fsdp_state moved"
     assert {id(p) for p in pair.parameters} == {id(p) for part in (model[0], model[1]) for p in part.parameters()}, (
         "torch_private.read_unit_state: the parameters of a unit are no longer in its groups' fsdp_params"
     )
     assert pair.mixed_precision == policy, "torch_private.read_unit_state: state._mp_policy is not what was given"
     assert not pair.reshard_after_forward
     assert read_unit_state(model[1]) == pair, "audit: modules of one unit no longer share their state"
-    assert read_unit_state(model[2]).reshard_after_forward, (
-        "torch_private.read_unit_state: post_forward_mesh_info moved"
-    )
-    assert read_unit_state(model).parameters == (), "audit: an empty root unit no longer reads as empty"
+    assert single.reshard_after_forward, "torch_private.read_unit_state: post_forward_mesh_info moved"
+    assert root.parameters == (), "audit: an empty root unit no longer reads as empty"
     assert read_unit_state(nn.Linear(2, 2)) is None
 
 

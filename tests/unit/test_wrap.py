@@ -426,6 +426,15 @@ def test_a_tied_embedding_is_held_by_the_root_alone_without_a_warning() -> None:
     assert plan.warnings == ()
 
 
+def test_a_tied_embedding_larger_than_a_quarter_of_the_model_is_no_warning() -> None:
+    """It cannot be split, and the final norm that comes with it does not change that."""
+    model = tiny_llama(4, vocab_size=2000, tie_word_embeddings=True)
+    plan = plan_of(model)
+    assert "model.norm.weight" in held_by(plan, "root")
+    assert model.model.embed_tokens.weight.numel() > MAX_UNIT_SHARE * sum(p.numel() for p in model.parameters())
+    assert plan.warnings == ()
+
+
 def test_an_embedding_shared_by_encoder_and_decoder_is_in_one_unit() -> None:
     model = on_meta(text_models()["t5"])
     assert shared_owners(model)["shared.weight"][:3] == (
@@ -520,7 +529,7 @@ def test_lora_leaves_the_units_as_they_are() -> None:
     assert names_of(adapted, "block") == [f"base_model.model.{name}" for name in names_of(plain, "block")]
     assert names_of(adapted, "head") == ["base_model.model.lm_head"]
     assert not any("lora_" in name for name in held_by(adapted, "root"))
-    assert all(block.mlp.up_proj.lora_A for block in adapted.blocks)
+    assert all(block.get_submodule("mlp.up_proj.lora_A.default") for block in adapted.blocks)
 
 
 @peft_warnings

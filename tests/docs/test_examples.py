@@ -1,0 +1,65 @@
+"""Every example in a docstring runs, and the README's script diff is a script that trains sharded."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for path in (REPOSITORY / "hf_fsdp").rglob("*.py")
+    if ">>>" in path.read_text(encoding="utf-8")
+)
+# What a person has before the diff starts: a model and a dataset of their own.
+PRELUDE = """
+from transformers import Trainer, TrainingArguments
+from tests.distributed.tiny_models import build_model
+from tests.distributed.training import build_dataset
+model, dataset = build_model("llama", tied=False), build_dataset(8)
+"""
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_docstring_examples_run(module: str) -> None:
+    results = doctest.testmod(importlib.import_module(module))
+    assert results.attempted > 0 and results.failed == 0
+
+
+def readme_blocks(language: str) -> list[str]:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_readmes_script_diff_trains_sharded(tmp_path: Path) -> None:
+    (diff,) = readme_blocks("diff")
+    after = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("+", " "))
+    before = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("-", " "))
+    assert "FSDP" in after and "FSDP" not in before
+    script = tmp_path / "train.py"
+    script.write_text(PRELUDE + after.replace('"out"', f'{str(tmp_path / "out")!r}, use_cpu=True, report_to=[]'))
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "FSDP audit: LlamaForCausalLM on 2 processes (dp_shard 2), bf16-mixed" in finished.stdout
+    assert "sharded      100.0%" in finished.stdout
+
+
+def test_every_file_and_command_the_readme_names_exists() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:configs|docs|recipes|scripts|benchmarks|tests)/[\w./-]*\w", text))
+    missing = sorted(name for name in named if not (REPOSITORY / name).exists())
+    assert named and not missing
