@@ -18,6 +18,10 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+# Before 2.13 a unit of several modules cast inputs and outputs only at its first and last module, so the norms of a
+# float32 group handed float32 on to bf16 layers.
+GROUPS_CAST_EACH_MODULE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13)
+
 
 @dataclass(frozen=True)
 class UnitState:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_fsdp.config.schema import FSDPConfig
-from hf_fsdp.errors import ShardingError
+from hf_fsdp.errors import PrecisionError, ShardingError
 from hf_fsdp.policies.activation import (
     apply_activation_checkpointing,
     disable_cache_in_training,
@@ -23,6 +23,7 @@ from hf_fsdp.policies.precision import PrecisionTable, check_storable, find_norm
 from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
 from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
 from hf_fsdp.sharding.mesh import agreement_group, build_mesh, default_device_type
+from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 
 _ATTRIBUTE = "_hf_fsdp_sharding"
 
@@ -86,6 +87,12 @@ def apply_fsdp(
     _refuse_unfit_models(model)
     precision = resolve_precision(config.precision)
     check_storable(model.named_parameters(), precision)
+    if precision.keep_norms_fp32 and not GROUPS_CAST_EACH_MODULE:
+        raise PrecisionError(
+            f"precision.keep_norms_fp32 needs torch 2.13 or newer, and this is {torch.__version__}",
+            fix="pip install -U 'torch>=2.13', or keep_norms_fp32: false",
+            source=config.sources.get("precision.keep_norms_fp32"),
+        )
     plan = build_wrap_plan(model, config.wrap, precision)
     mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type or default_device_type())
     agreement_group()

@@ -10,7 +10,9 @@ from torch import nn
 from torch.func import functional_call
 
 from hf_fsdp import FSDPConfig, apply_fsdp
+from hf_fsdp.errors import PrecisionError
 from hf_fsdp.policies.precision import find_norms
+from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 from tests.distributed.tiny_models import VOCABULARY, build_model
 from tests.distributed.training import whole
 
@@ -133,6 +135,23 @@ def _upcast_happens_after_sharding(rank: int, world_size: int) -> dict[str, Any]
     }
 
 
+def _norms_on_old_torch(rank: int, world_size: int) -> dict[str, Any]:
+    """What apply_fsdp says to keep_norms_fp32 where torch cannot do it, and that its advice works."""
+    from hf_fsdp.sharding import apply
+
+    config = FSDPConfig(precision={"preset": "bf16-mixed", "keep_norms_fp32": True})
+    apply.GROUPS_CAST_EACH_MODULE = False
+    try:
+        apply_fsdp(build_model("llama", tied=False), config)
+        error = ""
+    except PrecisionError as refused:
+        error = str(refused)
+    finally:
+        apply.GROUPS_CAST_EACH_MODULE = GROUPS_CAST_EACH_MODULE
+    followed = apply_fsdp(build_model("llama", tied=False), FSDPConfig(precision="bf16-mixed"))
+    return {"error": error, "followed": len(followed.plan.units)}
+
+
 _FP32, _BF16 = torch.float32, torch.bfloat16
 CASES = {
     "bf16-mixed": _case({"preset": "bf16-mixed"}, dict(storage=_FP32, compute=_BF16, reduce=_FP32, norms_fp32=False)),
@@ -156,4 +175,6 @@ CASES = {
     "buffers": _buffers_keep_their_dtype,
     "upcast": _upcast_happens_after_sharding,
 }
-REFERENCED = [name for name in CASES if name.startswith("bf16")]
+REFERENCED = [name for name in CASES if name.startswith("bf16") and (GROUPS_CAST_EACH_MODULE or "norms" not in name)]
+CASES = {name: case for name, case in CASES.items() if name in REFERENCED or not name.startswith("bf16")}
+CASES["norms_on_old_torch"] = _norms_on_old_torch

@@ -39,6 +39,12 @@ def test_weights_are_upcast_shard_by_shard_and_never_whole(outcomes: dict[str, O
         assert 0 < rank["largest_fp32"] <= rank["largest_parameter"] // 2 + 64
 
 
+def test_norms_in_float32_are_refused_where_torch_cannot_do_it(outcomes: dict[str, Outcome]) -> None:
+    for rank in outcomes["norms_on_old_torch"].get():
+        assert "precision.keep_norms_fp32 needs torch 2.13 or newer" in rank["error"]
+        assert rank["followed"] > 1
+
+
 def distance(actual: dict[str, torch.Tensor], expected: dict[str, Any]) -> float:
     """Distance over all tensors, relative to the reference's norm."""
     difference = torch.stack([(actual[name].double() - expected[name].double()).norm() for name in expected]).norm()

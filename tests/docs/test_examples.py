@@ -44,7 +44,7 @@ def test_the_readmes_script_diff_trains_sharded(tmp_path: Path) -> None:
     before = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("-", " "))
     assert "FSDP" in after and "FSDP" not in before
     script = tmp_path / "train.py"
-    script.write_text(PRELUDE + after.replace('"out"', f'{str(tmp_path / "out")!r}, use_cpu=True, report_to=[]'))
+    script.write_text(PRELUDE + after.replace('"out"', f"{str(tmp_path / 'out')!r}, use_cpu=True, report_to=[]"))
     finished = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
         cwd=REPOSITORY,

@@ -113,9 +113,16 @@ def test_the_final_folder_loads_and_generates_with_the_published_template(work: 
 
 
 def test_two_sharded_processes_give_the_losses_of_one(work: Path, single: str) -> None:
-    output = _train(work, "run.yaml", "--output-dir", "sharded", "--require_sharding", processes=2)
+    output = _train(
+        work, "run.yaml", "--output-dir", "sharded", "--require_sharding", "--report_to", "wandb", processes=2
+    )
     assert "FSDP audit" in output
     assert (work / "sharded" / "audit.json").is_file()
+    (run,) = (work / "sharded" / "wandb").glob("offline-run-*")
+    (sent,) = run.glob("*.wandb")  # offline, the records themselves are the only place that holds config and summary
+    for key in (b"sharded_share", b"weights_checksum", b"hf_fsdp/not_moved"):
+        assert key in sent.read_bytes()
+    assert list((run / "files" / "media" / "table" / "hf_fsdp").glob("units*.table.json"))
     one, two = _losses(work / "single"), _losses(work / "sharded")
     assert two == pytest.approx(one, rel=1e-5)
     norms = [[m["grad_norm"] for m in _metrics(work / name) if "grad_norm" in m] for name in ("single", "sharded")]

@@ -37,6 +37,17 @@ VISION: dict[str, Any] = {
 IMAGE_TOKEN = 3
 
 
+def enable_own_checkpointing(model: Any) -> None:
+    """Switch transformers' own checkpointing on, by the name that the installed version has."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+def own_checkpointing_is_on(model: Any) -> bool:
+    """Whether transformers' own checkpointing is on, without the property whose name changed."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def on_meta(build: Callable[[], nn.Module]) -> Any:
     """Build a model without values: structure and shapes only, in milliseconds."""
     with torch.device("meta"):

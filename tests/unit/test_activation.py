@@ -20,7 +20,14 @@ from hf_fsdp.policies.activation import (
 )
 from hf_fsdp.policies.blocks import find_blocks
 from hf_fsdp.torch_private import is_checkpointed
-from tests.unit.small_models import IMAGE_TOKEN, VISION, tiny_llama, vision_language_models
+from tests.unit.small_models import (
+    IMAGE_TOKEN,
+    VISION,
+    enable_own_checkpointing,
+    own_checkpointing_is_on,
+    tiny_llama,
+    vision_language_models,
+)
 
 FULL = ActivationCheckpointingConfig(mode="full")
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -191,23 +198,23 @@ def test_the_hook_survives_a_copy_of_the_model() -> None:
 def test_transformers_own_checkpointing_is_turned_off_and_reported() -> None:
     model = tiny_llama(2)
     assert not turn_off_model_checkpointing(model)
-    model.activation_checkpointing_enable()
-    assert model.is_activation_checkpointing
+    enable_own_checkpointing(model)
+    assert own_checkpointing_is_on(model)
     assert turn_off_model_checkpointing(model)
-    assert not model.is_activation_checkpointing
+    assert not own_checkpointing_is_on(model)
 
 
 def test_applying_ours_replaces_theirs() -> None:
     model, plain = tiny_llama(2, attention_dropout=0.3), tiny_llama(2, attention_dropout=0.3)
-    model.activation_checkpointing_enable()
+    enable_own_checkpointing(model)
     checkpoint_all(model)
-    assert not model.is_activation_checkpointing
+    assert not own_checkpointing_is_on(model)
     assert differing(gradients(plain), gradients(model)) == []
 
 
 def test_theirs_is_off_too_when_ours_is_not_asked_for() -> None:
     """`activation_checkpointing: none` means none, whatever the model was loaded with."""
     model = tiny_llama(2)
-    model.activation_checkpointing_enable()
+    enable_own_checkpointing(model)
     assert checkpoint_all(model, ActivationCheckpointingConfig(mode="none")) == 0
-    assert not model.is_activation_checkpointing
+    assert not own_checkpointing_is_on(model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer import utils as trl_utilities
 
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.policies.precision import find_norms, resolve_precision
@@ -224,6 +224,9 @@ def held_by(plan: WrapPlan, kind: str) -> set[str]:
 
 
 def test_the_head_of_a_model_with_trls_fused_head_is_in_the_root() -> None:
+    add_fused_lm_head = getattr(trl_utilities, "add_fused_lm_head", None)
+    if add_fused_lm_head is None:
+        pytest.skip("this TRL calls the head as a module")
     model = tiny_llama(2)
     assert "lm_head.weight" in held_by(plan_of(model), "head")
     add_fused_lm_head(model)

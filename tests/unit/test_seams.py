@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_fsdp.integrations import accelerate as accelerate_seam
 from hf_fsdp.torch_private import local_shard, read_unit_state
-from tests.unit.small_models import tiny_llama
+from tests.unit.small_models import enable_own_checkpointing, tiny_llama
 
 # -- torch ------------------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,8 @@ class _Recorder:
         self.sharded: list[tuple[nn.Module, list[Any]]] = []
         self.losses: list[float] = []
 
-    def shard(self, model: nn.Module, optimizers: list[Any]) -> None:
+    def shard(self, model: nn.Module, optimizers: list[Any], device_type: str) -> None:
+        assert device_type == "cpu"
         self.sharded.append((model, optimizers))
 
     def observe_loss(self, loss: torch.Tensor) -> None:
@@ -319,7 +320,7 @@ def test_the_training_arguments_that_are_read_exist() -> None:
 
 def test_the_models_own_checkpointing_is_the_attribute_that_is_switched_off() -> None:
     model = tiny_llama(1)
-    model.activation_checkpointing_enable()
+    enable_own_checkpointing(model)
     assert [name for name, part in model.named_modules() if getattr(part, "gradient_checkpointing", False)], (
         "policies.activation.turn_off_model_checkpointing looks for the attribute gradient_checkpointing"
     )
@@ -336,8 +337,11 @@ def test_models_name_their_layers_embeddings_and_head_where_the_wrap_policy_look
 
 
 def test_trls_fused_head_reads_the_weight_of_the_output_embedding_in_the_forward() -> None:
-    from trl.trainer.utils import add_fused_lm_head
+    from trl.trainer import utils as trl_utilities
 
+    add_fused_lm_head = getattr(trl_utilities, "add_fused_lm_head", None)
+    if add_fused_lm_head is None:
+        pytest.skip("this TRL calls the head as a module")
     from hf_fsdp.policies.raw_reads import RawRead, find_raw_reads
 
     model = tiny_llama(1)
