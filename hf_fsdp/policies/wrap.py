@@ -105,10 +105,10 @@ def build_wrap_plan(model: nn.Module, config: WrapConfig, precision: PrecisionTa
         draft = find_blocks(model)
     owners = shared_owners(model)
     reads = find_raw_reads(model)
+    _leave_read_blocks_to_the_root(draft, reads)
     norms = find_norms(model, reads) if precision.keep_norms_fp32 else []
     edges = _edge_units(model, draft, owners, reads)
     block_groups, root_owned = _settle_shared_tensors(draft.blocks, owners)
-    root_owned |= _read_across_units(model, draft, reads)
 
     units: list[Unit] = []
     if norms:
@@ -232,21 +232,20 @@ def _settle_shared_tensors(
     return sorted(groups, key=lambda group: -max(_outer_blocks(name, blocks) for name in group)), root_owned
 
 
-def _read_across_units(model: nn.Module, draft: Draft, reads: frozenset[RawRead]) -> set[str]:
-    """Tensors inside a block that something outside it reads: the root keeps them, as it is whole all the while."""
-    kept: set[str] = set()
+def _leave_read_blocks_to_the_root(draft: Draft, reads: frozenset[RawRead]) -> None:
+    """Take out blocks that hold a tensor which something outside them reads: the root is whole all the while.
+
+    The whole block and not the tensor alone: `fully_shard` never gives a parent what lies inside a nested unit.
+    """
+    readers: dict[str, set[str]] = {}
     for read in reads:
         holder = holder_of(read.target, draft.blocks)
         if read.certain and holder is not None and holder_of(read.reader, draft.blocks) != holder:
-            target = model.get_submodule(read.target)
-            kept.update(f"{read.target}.{name}" for name, _ in target.named_parameters(recurse=False))
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = dict(model.named_parameters(remove_duplicate=False))
-    kept = {first_names[id(held[name])] for name in kept}
-    if kept:
-        shown = ", ".join(sorted(kept)[:3]) + (", …" if len(kept) > 3 else "")
-        draft.notes.append(f"{shown} kept by the root unit: read outside the forward of its layer")
-    return kept
+            readers.setdefault(holder, set()).add(read.target)
+    for name, targets in readers.items():
+        del draft.blocks[name]
+        shown = ", ".join(sorted(targets)[:3])
+        draft.notes.append(f"{name} stays in the root unit: {shown} is read outside its forward")
 
 
 def _outer_blocks(name: str, blocks: Iterable[str]) -> int:

@@ -344,6 +344,58 @@ def lora_differs_between_replicas(rank: int, world_size: int) -> dict[str, Any]:
     return {"replicas_equal": audit.replicas_equal, "mesh": audit.mesh}
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _OddStructure(nn.Module):
+    """Weights tied between two blocks, between a block and the root, and one block's weight read by the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Block()
+        self.layers = nn.ModuleList(_Block() for _ in range(4))
+        self.out = nn.Linear(8, 12)
+        self.layers[1].up.weight = self.layers[2].up.weight
+        self.out.weight = self.layers[3].up.weight
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.scale * self.out(x) + nn.functional.linear(x, self.first.up.weight)
+
+
+def odd_structures(rank: int, world_size: int) -> dict[str, Any]:
+    """Every kind of tensor that two units want, against the same model in one piece."""
+    torch.manual_seed(0)
+    reference, model = _OddStructure(), _OddStructure()
+    model.load_state_dict(reference.state_dict())
+    applied = apply_fsdp(model, FSDPConfig(precision="fp32", wrap=["_Block"], activation_checkpointing="full"))
+    audit_sharding(model)
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(other)) for other in range(world_size)]
+    (sum(reference(batch).square().mean() for batch in batches) / world_size).backward()
+    model(batches[rank]).square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    errors = {
+        name: (whole(parameter.grad) - expected[name]).norm().item()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return {
+        "worst": max(errors.values()),
+        "units": [list(unit.names) for unit in applied.plan.units],
+        "notes": list(applied.plan.notes),
+        "tied": model.out.weight is model.layers[3].up.weight,
+    }
+
+
 # -- saving and resuming ----------------------------------------------------------------------------------------------
 
 
@@ -627,6 +679,7 @@ CASES = {
             optimizer_built_before_with_empty_shards,
             weights_on_meta_except_on_rank_0,
             lora_differs_between_replicas,
+            odd_structures,
             audit_files_and_table,
             audit_fails_when_a_parameter_is_whole,
             audit_fails_when_nothing_is_sharded,

@@ -152,6 +152,14 @@ def test_unseeded_adapters_are_equal_on_hybrid_replicas(four: dict[str, Outcome]
         assert rank["replicas_equal"] is True
 
 
+def test_tensors_that_two_units_want_are_in_one_unit_and_train_right(two: dict[str, Outcome]) -> None:
+    for rank in two["odd_structures"].get():
+        assert rank["worst"] < 1e-6
+        assert rank["tied"]
+        assert rank["units"] == [["layers.0"], ["layers.1", "layers.2"], ["layers.3"], [""]]
+        assert rank["notes"] == ["first stays in the root unit: first.up is read outside its forward"]
+
+
 def test_models_that_differ_between_ranks_are_refused(two: dict[str, Outcome]) -> None:
     for rank in two["different_models_are_refused"].get():
         assert "is [67, 32] float32 on rank 0 and [80, 32] float32 on rank 1" in rank["error"]
