@@ -25,7 +25,7 @@ from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.gather import gather_state_dict
 
 _BACKEND = "_hf_fsdp_backend"
-_installed = False
+_SEAM = "_hf_fsdp_seam"
 
 
 class Backend(Protocol):
@@ -40,14 +40,10 @@ class Backend(Protocol):
 
 def install_seams() -> None:
     """Put the seams in place, once; before `Accelerator(...)` is built, or CPU runs are no FSDP runs."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    _wrap(AcceleratorState, "__init__", _init_state)
-    _wrap(Accelerator, "prepare", _prepare)
-    _wrap(Accelerator, "backward", _backward)
-    _wrap(Accelerator, "get_state_dict", _get_state_dict)
+    replace_method(AcceleratorState, "__init__", _init_state)
+    replace_method(Accelerator, "prepare", _prepare)
+    replace_method(Accelerator, "backward", _backward)
+    replace_method(Accelerator, "get_state_dict", _get_state_dict)
 
 
 def attach_backend(backend: Backend) -> None:
@@ -83,13 +79,17 @@ def check_parallelism() -> str | None:
     return ", ".join(on) or None
 
 
-def _wrap(cls: type, name: str, replacement: Callable[..., Any]) -> None:
+def replace_method(cls: type, name: str, replacement: Callable[..., Any]) -> None:
+    """Let ``replacement(original, self, ...)`` answer for ``cls.name``, once however often this is called."""
     original = getattr(cls, name)
+    if hasattr(original, _SEAM):
+        return
 
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(functools.partial(original, self), self, *args, **kwargs)
 
+    setattr(dispatch, _SEAM, True)
     setattr(cls, name, dispatch)
 
 

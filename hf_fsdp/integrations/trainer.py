@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +18,32 @@ from transformers.utils import CONFIG_NAME
 
 from hf_fsdp.config.precedence import Stated
 from hf_fsdp.errors import Problem
-from hf_fsdp.integrations.accelerate import active_backend, current_plugin
+from hf_fsdp.integrations.accelerate import active_backend, current_plugin, replace_method
 from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding
 from hf_fsdp.sharding.gather import saved_dtype
-
-_installed = False
 
 
 def install_trainer_seam() -> None:
     """Make `Trainer.save_model` write a model under every state dict type, once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    original = Trainer.save_model
+    replace_method(Trainer, "save_model", _save_model)
 
-    @functools.wraps(original)
-    def save_model(self: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        plugin = current_plugin()
-        applied = get_applied_sharding(self.model)
-        if plugin is None or active_backend() is None or applied is None:
-            return original(self, output_dir, _internal_call)
-        kept = plugin.state_dict_type
-        try:
-            if (
-                not _internal_call
-            ):  # a sharded checkpoint is the model already; a full copy would be gathered for nothing
-                plugin.state_dict_type = "FULL_STATE_DICT"
-            original(self, output_dir, _internal_call)
-        finally:
-            plugin.state_dict_type = kept
-        if self.args.should_save:
-            _write_saved_dtype(Path(output_dir or self.args.output_dir), applied)
 
-    Trainer.save_model = save_model
+def _save_model(
+    original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    plugin = current_plugin()
+    applied = get_applied_sharding(trainer.model)
+    if plugin is None or active_backend() is None or applied is None:
+        return original(output_dir, _internal_call)
+    kept = plugin.state_dict_type
+    try:
+        if not _internal_call:  # a sharded checkpoint is the model already: no full copy beside it
+            plugin.state_dict_type = "FULL_STATE_DICT"
+        original(output_dir, _internal_call)
+    finally:
+        plugin.state_dict_type = kept
+    if trainer.args.should_save:
+        _write_saved_dtype(Path(output_dir or trainer.args.output_dir), applied)
 
 
 def _write_saved_dtype(folder: Path, applied: AppliedSharding) -> None:

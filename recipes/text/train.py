@@ -227,7 +227,7 @@ def main(argv: list[str]) -> None:
     say(f"saved {output / 'final'}")
     if "wandb" in training.report_to:
         say_wandb_sync()
-    trainer.end()  # closes the trackers and the process group
+    trainer.accelerator.end_training()  # closes the trackers and the process group
 
 
 if __name__ == "__main__":

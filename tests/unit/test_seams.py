@@ -115,7 +115,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     for name in ("prepare", "backward", "get_state_dict"):
         monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
     monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)
-    monkeypatch.setattr(accelerate_seam, "_installed", False)
     for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FORK_LAUNCHED"):
         monkeypatch.delenv(variable, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
