@@ -5,5 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${HF_FSDP_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
-"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.__version__, torch.cuda.get_device_name())'
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "error: there is no CUDA device here, so there is nothing to check." >&2
+  exit 2
+fi
+"$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
 "$python" -m pytest -q -m gpu tests/gpu "$@"

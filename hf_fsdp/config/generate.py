@@ -228,7 +228,7 @@ def _fsdp_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:
         _Line(
             "fsdp_activation_checkpointing",
             "false",
-            "FSDPCallback does it; Accelerate's own draws dropout anew: wrong gradients",
+            "its recompute draws dropout anew: wrong gradients; see FSDPConfig",
         )
     )
     lines.append(_Line("fsdp_offload_params", "false", "parameters stay on the GPU; a later release offloads"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,7 @@ class FSDPConfig:
         checkpoint: CheckpointConfig | Mapping[str, Any] | str | None = None,
         said: Iterable[str] = (),
         sources: Mapping[str, str] | None = None,
+        **unknown: Any,
     ):
         given = {
             "wrap": wrap,
@@ -164,7 +166,7 @@ class FSDPConfig:
             "sharding": sharding,
             "checkpoint": checkpoint,
         }
-        raw: dict[str, Any] = {}
+        raw: dict[str, Any] = dict(unknown)  # refused with the nearest name, as in a file
         problems: list[Problem] = []
         for section, value in given.items():
             if value is None:
@@ -275,11 +277,20 @@ class FSDPConfig:
     def trainer_kwargs(self) -> dict[str, Any]:
         """Return keyword arguments for TrainingArguments; empty in a single process, where FSDP must be off.
 
+        On a machine without an accelerator it also tells Accelerate to use the CPU (``ACCELERATE_USE_CPU``), as
+        ``use_cpu=True`` would: else each of several processes would train for itself.
+
         Raises:
-            ConfigError: `wrap` is a Python function; pass ``FSDPCallback(config)`` then.
+            ConfigError: `wrap` is a Python function (pass ``FSDPCallback(config)`` then), or there is one process
+                and ``sharding.require_sharding`` is true.
         """
         if int(os.environ.get("WORLD_SIZE") or 1) <= 1:
+            if self.sharding.require_sharding:
+                raise ConfigError(single_process_refused(self.sources.get("sharding.require_sharding")))
             return {}
+        torch = sys.modules.get("torch")  # TrainingArguments has imported it; this module must not
+        if torch is not None and not torch.accelerator.is_available():
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         fsdp_config = self.to_trainer()
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             # TrainingArguments would overwrite what the launch file says about how weights are read.
@@ -322,6 +333,15 @@ class FSDPConfig:
         """Return the value of a dotted key such as ``precision.preset``."""
         section, _, name = dotted.partition(".")
         return getattr(getattr(self, section), name)
+
+
+def single_process_refused(source: str | None) -> Problem:
+    """Return the problem of `sharding.require_sharding` in a single process."""
+    return Problem(
+        message="sharding.require_sharding is true and there is one process, so nothing could be sharded",
+        fix="start it with: accelerate launch --num_processes 2 SCRIPT, or torchrun --nproc_per_node 2 SCRIPT",
+        source=source,
+    )
 
 
 def _as_raw(section: str, value: Any) -> Any:

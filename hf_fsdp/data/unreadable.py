@@ -68,7 +68,8 @@ def _read_lines(path: Path, text: str, error: Exception) -> Iterator[tuple[int, 
             shown = line if len(line) <= 60 else line[:57] + "..."
             raise DataError(
                 f"dataset_name={str(path)!r}: line {number} is not valid JSON ({found}): {shown}",
-                fix=f"repair or remove line {number}: sed -i '{number}d' {path}",
+                fix=f"repair line {number}, or train on a copy without it: "
+                f"sed '{number}d' {path} > {path.with_suffix('.repaired' + path.suffix)}",
             ) from error
 
 

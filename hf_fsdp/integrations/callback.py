@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_fsdp.config.environment import from_accelerate_environment, scrubbed_fsdp_environment
 from hf_fsdp.config.precedence import merge
-from hf_fsdp.config.schema import FSDPConfig
+from hf_fsdp.config.schema import FSDPConfig, single_process_refused
 from hf_fsdp.config.validate import note_config
 from hf_fsdp.errors import IntegrationError, ShardingError
 from hf_fsdp.integrations import accelerate as seams
@@ -52,6 +52,11 @@ class FSDPCallback(TrainerCallback):
     """
 
     def __init__(self, config: FSDPConfig | None = None):
+        if config is not None and not isinstance(config, FSDPConfig):
+            raise IntegrationError(
+                f"FSDPCallback was given a {type(config).__name__}, not an FSDPConfig",
+                fix='FSDPCallback(FSDPConfig(precision="bf16-mixed")), or FSDPCallback(FSDPConfig.from_yaml(PATH))',
+            )
         self._config = config
         self._launch_environment = _launch_environment()
         self._attached: _TrainerBackend | None = None
@@ -182,13 +187,18 @@ class FSDPCallback(TrainerCallback):
         return merged.config, lines
 
     def _refuse_or_announce_single_process(self, args: TrainingArguments) -> None:
+        num_started = int(os.environ.get("WORLD_SIZE") or 1)
+        if num_started > 1:
+            raise IntegrationError(
+                f"the launcher started {num_started} processes, but TrainingArguments sees one device and no group, "
+                "so each process would train the whole model for itself",
+                fix="TrainingArguments(..., use_cpu=True) on a machine without GPUs; "
+                "with GPUs, one for each process (--nproc_per_node, --num_processes)",
+                source=f"{type(args).__name__}(...)",
+            )
         config = self._config or FSDPConfig.from_trainer(args.fsdp_config or {}) or FSDPConfig()
         if config.sharding.require_sharding:
-            raise ShardingError(
-                "sharding.require_sharding is true and there is one process, so nothing could be sharded",
-                fix="start it with: accelerate launch --num_processes 2 SCRIPT, or torchrun --nproc_per_node 2 SCRIPT",
-                source=config.sources.get("sharding.require_sharding"),
-            )
+            raise ShardingError(single_process_refused(config.sources.get("sharding.require_sharding")))
         if not self._single_process:
             print("hf-fsdp: one process, so the model is trained unsharded and fsdp settings do not apply")
         self._single_process = True
@@ -260,6 +270,12 @@ class _TrainerBackend:
         self._waits_for_first_step = False
         report = self._monitor.after_step(model, optimizer)
         self.say(*(f"warning: {line}" for line in report.lines()))
+        if not report.lines():
+            dtypes = "+".join(sorted(set(report.optimizer_state_dtypes.values()))) or "none"
+            self.say(
+                f"first step: every trained parameter got a gradient, those with one that is not zero moved; "
+                f"optimizer state: {dtypes}"
+            )
         if self._is_printer and self.audit is not None:
             self.audit.add_first_step(report.without_gradient, report.not_moved, report.optimizer_state_dtypes)
             self.audit.write(self._output_dir / AUDIT_FILE)

@@ -22,13 +22,13 @@ from hf_fsdp.policies.activation import (
 from hf_fsdp.policies.precision import PrecisionTable, check_storable, find_norms, resolve_precision
 from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
 from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
-from hf_fsdp.sharding.mesh import agreement_group, build_mesh, default_device_type
+from hf_fsdp.sharding.mesh import agreement_group, build_mesh
 from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 
 _ATTRIBUTE = "_hf_fsdp_sharding"
 
 
-@dataclass
+@dataclass(repr=False)
 class AppliedSharding:
     """What `apply_fsdp` did to a model; the audit compares it with what torch holds.
 
@@ -47,6 +47,9 @@ class AppliedSharding:
     num_checkpointed: int = 0
     replaced_model_checkpointing: bool = False
     agreement: AgreementReport = field(default_factory=AgreementReport)
+
+    def __repr__(self) -> str:
+        return f"AppliedSharding({len(self.plan.units)} units, {self.precision.preset}, {self.mesh})"
 
 
 def apply_fsdp(
@@ -94,7 +97,7 @@ def apply_fsdp(
             source=config.sources.get("precision.keep_norms_fp32"),
         )
     plan = build_wrap_plan(model, config.wrap, precision)
-    mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type or default_device_type())
+    mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type)
     agreement_group()
     check_same_structure(model)
 

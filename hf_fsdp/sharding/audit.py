@@ -78,6 +78,11 @@ class Audit:
         """Return plain values, as `audit.json` holds them."""
         return {**asdict(self), "sharded_share": self.sharded_share}
 
+    def __str__(self) -> str:
+        from hf_fsdp.sharding.audit_table import render_audit
+
+        return render_audit(self)
+
     def add_first_step(
         self, without_gradient: list[str], not_moved: list[str], optimizer_state_dtypes: dict[str, str]
     ) -> None:

@@ -18,6 +18,11 @@ _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=[. ])")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
+# A longer name has its class in a second line.
+MAX_NAME_WIDTH = 45
+COLUMNS_WIDTH = 82
+
+
 def render_audit(audit: Audit, width: int = 118) -> str:
     """Return the audit as plain text: a line of totals, the units (equal ones folded), then notes and warnings."""
     buffer = io.StringIO()
@@ -26,20 +31,27 @@ def render_audit(audit: Audit, width: int = 118) -> str:
     mesh = " x ".join(f"{name} {size}" for name, size in audit.mesh.items())
     console.print(f"FSDP audit: {audit.model_class} on {audit.world_size} processes ({mesh}), {audit.precision}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    # A long name goes on in the next line; cut off, it would not say which module it is.
+    # Folded inside a number, `layers.0-29` would read as `layers.0-2`: rather a table that is too wide.
+    lines = fold_rows(audit.units)
+    console.width = max(
+        width, COLUMNS_WIDTH + max((len(part) for name, _, _ in lines for part in name.split(" ")), default=0)
+    )
     table.add_column("unit", overflow="fold")
     for heading in ("count", "params", "this rank", "trained"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("stored", "compute", "reduce", "output", "optimizer"):
+    dtypes = {"stored": "storage", "compute": "compute", "reduce": "reduce", "output": "output"}
+    if audit.first_step is not None:  # before it, the optimizer has no state to show
+        dtypes["optimizer"] = "optimizer_state"
+    for heading in dtypes:
         table.add_column(heading, no_wrap=True)
-    for name, count, row in fold_rows(audit.units):
+    for name, count, row in lines:
         table.add_row(
-            name,
+            name.replace(" ", "\n", 1) if len(name) > MAX_NAME_WIDTH else name,
             str(count),
             format_count(row.num_parameters),
             format_count(row.num_local),
             format_count(row.num_trained),
-            *(_short(dtype) for dtype in (row.storage, row.compute, row.reduce, row.output, row.optimizer_state)),
+            *(_short(getattr(row, dtype)) for dtype in dtypes.values()),
         )
     console.print(table)
     for line in summary_lines(audit):

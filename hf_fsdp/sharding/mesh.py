@@ -21,12 +21,12 @@ REPLICATE_AXIS = "dp_replicate"
 _agreement_groups: dict[Any, dist.ProcessGroup] = {}
 
 
-def build_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
+def build_mesh(config: ShardingConfig, device_type: str | None = None) -> DeviceMesh:
     """Build the mesh over all ranks of the default process group.
 
     Args:
         config: `dp_shard_size` (or `auto`: all ranks that are left) times `dp_replicate_size` must be the world size.
-        device_type: `cuda`, `cpu`, …: where parameters live.
+        device_type: `cuda`, `cpu`, …: where parameters live; default: where the process group reduces.
 
     Raises:
         ShardingError: no process group, or sizes that do not multiply to the world size.
@@ -36,6 +36,7 @@ def build_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
             "sharding needs a process group and there is none: this script runs as a single process",
             fix="start it with: torchrun --nproc_per_node 2 SCRIPT, or accelerate launch --num_processes 2 SCRIPT",
         )
+    device_type = device_type or default_device_type()
     world_size = dist.get_world_size()
     replicate = config.dp_replicate_size
     shard = world_size // replicate if config.dp_shard_size == "auto" else int(config.dp_shard_size)

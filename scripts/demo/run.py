@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fetch_model
-from launch_training import Record, TrainingRun, run_training, tail, training_environment
+from launch_training import RECIPE, Record, TrainingRun, run_training, tail, training_environment
 from make_dataset import make_dataset
 from rich.console import Console
 from show_results import Results, samples_markdown, show_results
@@ -111,8 +111,8 @@ def train_in_one_process(model: Path, full: bool) -> list[Record]:
     return run_training(run, show_output=False)
 
 
-def show_next_commands() -> None:
-    """Print what the run left and what to type next."""
+def show_next_commands(model: Path) -> None:
+    """Print what the run left and what to type next: with your own data here, then on GPUs."""
     stage("what is there now, and what to do next")
     offline_runs = sorted((OUTPUT / "wandb").glob("offline-run-*"))
     lines = [
@@ -120,6 +120,9 @@ def show_next_commands() -> None:
         f"{OUTPUT}/model loads by itself: AutoModelForCausalLM.from_pretrained('{OUTPUT}/model')",
         f"wandb sync {offline_runs[-1]}" if offline_runs else "(no W&B run was recorded)",
         f"source {os.path.relpath(sys.prefix)}/bin/activate      # then:",
+        f"accelerate launch --config_file {LAUNCH_FILE} {RECIPE} {CONFIG} \\\n"
+        f"      --model_name_or_path {model} --dataset_name YOUR.jsonl --eval_file '' --output_dir runs/mine",
+        "# with GPUs:",
         "hf-fsdp config llama-2-7b --gpus 8 --method lora -o fsdp.yaml",
         "accelerate launch --config_file fsdp.yaml recipes/text/train.py configs/train/llama2_7b_lora.yaml",
         "bash scripts/demo.sh --full      # the same with all weights trained",
@@ -170,7 +173,7 @@ def main() -> None:
     show_results(results, console)
     (OUTPUT / "samples.md").write_text(samples_markdown(results), encoding="utf-8")
     (OUTPUT / "results.json").write_text(json.dumps(results.to_mapping(), indent=2) + "\n", encoding="utf-8")
-    show_next_commands()
+    show_next_commands(model)
     unmet = results.unmet_claims()
     console.print(f"\n{time.monotonic() - began:.0f} s in all")
     if unmet:

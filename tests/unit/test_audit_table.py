@@ -89,13 +89,23 @@ def test_every_index_that_varies_is_shown_as_a_range() -> None:
     ]
 
 
+def test_a_long_name_has_its_class_in_a_second_line_and_is_never_cut_inside_a_number() -> None:
+    text = render_audit(audit(rows(*(f"base_model.model.model.language_model.layers.{i} Layer" for i in range(30)))))
+    assert "base_model.model.model.language_model.layers.0-29 " in text
+
+
+def test_the_optimizer_has_a_column_once_it_has_state() -> None:
+    record = audit(rows("model.layers.0 Layer"))
+    assert "optimizer" not in render_audit(record)
+    record.add_first_step([], [], {})
+    assert "optimizer" in render_audit(record)
+
+
 def test_the_table_shows_sizes_and_dtypes_of_each_line() -> None:
     text = render_audit(audit(rows(*(f"model.layers.{i} LlamaDecoderLayer" for i in range(32)))))
     assert text.startswith("FSDP audit: LlamaForCausalLM on 2 processes (dp_shard 2), bf16-mixed\n")
     line = next(line for line in text.splitlines() if "model.layers" in line)
-    assert line.split() == (
-        "model.layers.0-31 LlamaDecoderLayer 32 202.4M 101.2M 202.4M fp32 bf16 fp32 bf16 (none yet)".split()
-    )
+    assert line.split() == ("model.layers.0-31 LlamaDecoderLayer 32 202.4M 101.2M 202.4M fp32 bf16 fp32 bf16".split())
 
 
 def test_a_long_name_is_continued_and_not_cut() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,13 +280,45 @@ def test_trainer_kwargs_are_empty_in_a_single_process(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert FSDPConfig().trainer_kwargs() == {}
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     kwargs = FSDPConfig().trainer_kwargs()
     assert kwargs["fsdp"] is True
     assert "hf_fsdp" in kwargs["fsdp_config"]
 
 
+def test_trainer_kwargs_send_several_processes_without_an_accelerator_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it, Trainer sees no group of processes on such a machine and says that FSDP needs one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    for available, expected in ((True, None), (False, "true")):
+        monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+        accelerator = SimpleNamespace(is_available=lambda available=available: available)
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(accelerator=accelerator))
+        FSDPConfig().trainer_kwargs()
+        assert os.environ.get("ACCELERATE_USE_CPU") == expected
+
+
+def test_trainer_kwargs_refuse_a_single_process_where_sharding_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = FSDPConfig(sharding={"require_sharding": True})
+    with pytest.raises(ConfigError, match="require_sharding is true and there is one process"):
+        config.trainer_kwargs()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert config.trainer_kwargs()["fsdp"] is True
+
+
+def test_an_unknown_argument_in_python_is_refused_as_in_a_file() -> None:
+    with pytest.raises(ConfigError, match="precison='fp32' is not a") as caught:
+        FSDPConfig(precison="fp32")
+    assert caught.value.problems[0].near.startswith("precision")
+
+
 def test_trainer_kwargs_keep_the_launch_files_way_of_reading_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "True")
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     assert FSDPConfig().trainer_kwargs()["fsdp_config"]["cpu_ram_efficient_loading"] is False

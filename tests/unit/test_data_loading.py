@@ -88,7 +88,8 @@ def test_a_broken_line_is_named_and_the_repair_works(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 3 is not valid JSON") as caught:
         load_splits(str(path))
     subprocess.run(caught.value.problems[0].fix.partition(": ")[2], shell=True, check=True)
-    assert _rows(str(path)) == 3
+    assert path.read_text().count("\n") == 4, "a person's data is not touched"
+    assert _rows(str(tmp_path / "data.repaired.jsonl")) == 3
 
 
 def test_a_broken_json_list_names_its_line(tmp_path: Path) -> None:
