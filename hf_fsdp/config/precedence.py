@@ -78,6 +78,11 @@ def merge(
     return Merged(_rebuild(config, values, sources), tuple(overrides))
 
 
+def stated_by(config: FSDPConfig, source: str) -> dict[str, Stated]:
+    """Return what `config`, found at `source`, states as a layer below another; a person typed it there too."""
+    return {key: Stated(item.value, source, typed=True) for key, item in _said_values(config).items()}
+
+
 def _said_values(config: FSDPConfig) -> dict[str, Stated]:
     """Return what FSDPConfig states; `auto` leaves the decision to the layers below."""
     values = ((key, config.get(key)) for key in DOTTED_KEYS if key in config.said)

@@ -64,6 +64,15 @@ def current_plugin() -> Any | None:
     return getattr(AcceleratorState(), "fsdp_plugin", None)
 
 
+def set_checkpoint_format(format: str) -> None:
+    """Make Trainer's checkpoints `full` or `sharded`, whatever the plugin was built with."""
+    plugin = current_plugin()
+    assert plugin is not None
+    # Both are kept from the earlier type and would contradict the new one.
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT" if format == "full" else "SHARDED_STATE_DICT")
+
+
 def set_sync_each_batch(enabled: bool) -> None:
     """Say whether every micro-batch reduces its gradients (Trainer asks this before it enters `no_sync`)."""
     GradientState().plugin_kwargs["sync_each_batch"] = enabled
@@ -102,6 +111,8 @@ def _init_state(original: Callable[..., Any], state: AcceleratorState, *args: An
     plugin = kwargs.get("fsdp_plugin")
     if plugin is None or state.distributed_type != DistributedType.MULTI_CPU:
         return
+    if plugin.fsdp_version != 2:
+        return  # FSDP1 does not run on CPU: stock behaviour stays what it is
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_fsdp.config.environment import from_accelerate_environment, scrubbed_fsdp_environment
-from hf_fsdp.config.precedence import merge
+from hf_fsdp.config.environment import from_accelerate_environment, is_fsdp_launch, scrubbed_fsdp_environment
+from hf_fsdp.config.precedence import merge, stated_by
 from hf_fsdp.config.schema import FSDPConfig, single_process_refused
 from hf_fsdp.config.validate import note_config
 from hf_fsdp.errors import IntegrationError, ShardingError
@@ -20,7 +20,7 @@ from hf_fsdp.integrations import accelerate as seams
 from hf_fsdp.integrations import trainer as trainer_seam
 from hf_fsdp.integrations.wandb import log_audit, log_first_step
 from hf_fsdp.monitor.first_step import StepMonitor
-from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp, get_applied_sharding, reshard_all
+from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp, get_applied_sharding
 from hf_fsdp.sharding.audit import Audit, audit_sharding
 from hf_fsdp.sharding.audit_table import render_audit
 from hf_fsdp.units import format_bytes
@@ -93,6 +93,10 @@ class FSDPCallback(TrainerCallback):
         trainer_seam.turn_checkpointing_off(args)
         args.bf16 = config.precision.preset.startswith("bf16") or config.precision.preset == "auto"
         seams.set_sync_each_batch(config.sharding.sync_each_batch)
+        seams.set_checkpoint_format(config.checkpoint.format)
+        if not is_fsdp_launch(self._launch_environment):
+            # Building the plugin has set it; left there, a later Trainer without FSDP would get one.
+            os.environ.pop("ACCELERATE_USE_FSDP", None)
         self._attached = _TrainerBackend(
             config,
             Path(args.output_dir),
@@ -129,20 +133,6 @@ class FSDPCallback(TrainerCallback):
         """Refuse an evaluation on a model that is not sharded."""
         self._backend_in_force(args, model)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Free what a forward without backward left gathered (the root and the head)."""
-        if self._attached is not None and model is not None:
-            reshard_all(model)
-
-    on_predict = on_evaluate
-
     def on_pre_optimizer_step(
         self,
         args: TrainingArguments,
@@ -157,6 +147,18 @@ class FSDPCallback(TrainerCallback):
         step = state.global_step + 1
         is_logged = state.logging_steps and step % max(1, int(state.logging_steps)) == 0
         self._attached.before_step(model, step, check=bool(is_logged))
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse to save weights that a step on a loss that is not finite has spoiled."""
+        if self._attached is not None and model is not None and control.should_save:
+            self._attached.before_save(model, state.global_step)
 
     def on_optimizer_step(
         self,
@@ -174,10 +176,14 @@ class FSDPCallback(TrainerCallback):
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _config_in_force(self, args: TrainingArguments) -> tuple[FSDPConfig, list[str]]:
-        given = self._config or FSDPConfig.from_trainer(args.fsdp_config or {}) or FSDPConfig()
+        carried = FSDPConfig.from_trainer(args.fsdp_config or {})
+        given = self._config or carried or FSDPConfig()
+        stated = trainer_seam.read_training_arguments(args)
+        if carried is not None and self._config is not None:
+            stated = {**stated_by(carried, "TrainingArguments.fsdp_config"), **stated}
         merged = merge(
             given,
-            trainer_seam.read_training_arguments(args),
+            stated,
             from_accelerate_environment(self._launch_environment),
         )
         lines = list(merged.overrides)
@@ -250,6 +256,12 @@ class _TrainerBackend:
         self._monitor.observe_loss(loss)
 
     def begin_training(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        applied = get_applied_sharding(model)
+        if applied is not None and applied.config != self._config:
+            raise IntegrationError(
+                "the model was prepared under the FSDPConfig of another Trainer, which was built later",
+                fix="finish with one Trainer before the next is built, or give both the same FSDPConfig",
+            )
         self._monitor = StepMonitor()
         self._waits_for_first_step = True
         self.audit = audit_sharding(model, optimizer)
@@ -258,10 +270,14 @@ class _TrainerBackend:
             log_audit(self.audit)
 
     def before_step(self, model: nn.Module, step: int, check: bool) -> None:
+        self._monitor.close_step(step)
         if check or self._waits_for_first_step:
             self._monitor.check_finite(model, step)
         if self._waits_for_first_step:
             self._monitor.before_step(model)
+
+    def before_save(self, model: nn.Module, step: int) -> None:
+        self._monitor.check_finite(model, step, is_taken=True)
 
     def after_step(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         # A warm-up starts at learning rate 0, where nothing moves and nothing can be learned about who should have.

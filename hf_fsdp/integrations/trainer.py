@@ -1,4 +1,4 @@
-"""The seam into Trainer, and what a Trainer's arguments say about sharding.
+"""The seams into Trainer, and what a Trainer's arguments say about sharding.
 
 `Trainer.save_model` writes nothing under `SHARDED_STATE_DICT` and says nothing; here it always leaves a folder that
 `from_pretrained` loads. Pinned by `tests/unit/test_seams.py`.
@@ -6,34 +6,71 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
-from transformers.utils import CONFIG_NAME
 
 from hf_fsdp.config.precedence import Stated
 from hf_fsdp.errors import Problem
 from hf_fsdp.integrations.accelerate import active_backend, current_plugin, replace_method
-from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding
-from hf_fsdp.sharding.gather import saved_dtype
+from hf_fsdp.policies.blocks import class_name
+from hf_fsdp.policies.raw_reads import forward_functions
+from hf_fsdp.sharding.apply import get_applied_sharding
+
+# Adafactor factors whole matrices, which no rank has; Adagrad makes whole state before anything is sharded.
+_REFUSED_OPTIMIZERS = ("adafactor", "adagrad", "paged_adamw", "paged_lion")
 
 
 def install_trainer_seam() -> None:
     """Make `Trainer.save_model` write a model under every state dict type, once."""
     replace_method(Trainer, "save_model", _save_model)
+    replace_method(Trainer, "train", _train)
+
+
+def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Take back Trainer's belief that a model scales its loss by `num_items_in_batch`, where it does not.
+
+    Trainer believes it of every forward with ``**kwargs`` and multiplies the loss by the number of processes to make
+    up for it; T5, BERT and others ignore the argument, so loss and gradients would be that many times too large.
+    """
+    if (
+        active_backend() is not None
+        and trainer.model_accepts_loss_kwargs
+        and trainer.compute_loss_func is None
+        and not _scales_its_loss(trainer.model)
+    ):
+        trainer.model_accepts_loss_kwargs = False
+        if trainer.is_world_process_zero():
+            name = class_name(trainer.model)
+            print(f"hf-fsdp: {name} ignores num_items_in_batch, so its loss is averaged over batches, not over tokens")
+    return original(*args, **kwargs)
+
+
+def _scales_its_loss(model: nn.Module) -> bool:
+    functions = (function for module in model.modules() for function in forward_functions(module))
+    return any(_mentions_loss_scale(function) for function in set(functions))
+
+
+@functools.lru_cache(maxsize=4096)
+def _mentions_loss_scale(function: Callable[..., Any]) -> bool:
+    try:
+        source = inspect.getsource(function.__code__)
+    except (OSError, TypeError):
+        return True  # cannot be told: leave Trainer's belief as it is
+    return "num_items_in_batch" in source or "loss_function" in source
 
 
 def _save_model(
     original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
     plugin = current_plugin()
-    applied = get_applied_sharding(trainer.model)
-    if plugin is None or active_backend() is None or applied is None:
+    if plugin is None or active_backend() is None or get_applied_sharding(trainer.model) is None:
         return original(output_dir, _internal_call)
     kept = plugin.state_dict_type
     try:
@@ -42,19 +79,6 @@ def _save_model(
         original(output_dir, _internal_call)
     finally:
         plugin.state_dict_type = kept
-    if trainer.args.should_save:
-        _write_saved_dtype(Path(output_dir or trainer.args.output_dir), applied)
-
-
-def _write_saved_dtype(folder: Path, applied: AppliedSharding) -> None:
-    """Let `config.json` name the dtype of the weights beside it: `save_pretrained` names that of the fp32 masters."""
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        return  # an adapter folder, or a sharded checkpoint
-    config = json.loads(path.read_text(encoding="utf-8"))
-    name = str(saved_dtype(applied)).removeprefix("torch.")
-    if config.get("dtype", name) != name:
-        path.write_text(json.dumps({**config, "dtype": name}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_training_arguments(args: TrainingArguments) -> dict[str, Stated]:
@@ -104,6 +128,14 @@ def check_training_arguments(args: TrainingArguments) -> list[Problem]:
                     source=f"{name}(...)",
                 )
             )
+    if (optimizer := str(getattr(args.optim, "value", args.optim))) in _REFUSED_OPTIMIZERS or "8bit" in optimizer:
+        problems.append(
+            Problem(
+                message=f"optim={optimizer!r} does not work on sharded parameters in this release",
+                fix="optim='adamw_torch_fused' (or adamw_torch, sgd, rmsprop)",
+                source=f"{name}(...)",
+            )
+        )
     if args.auto_find_batch_size:
         problems.append(
             Problem(

@@ -47,6 +47,7 @@ class StepMonitor:
 
     def __init__(self) -> None:
         self._loss_not_finite: torch.Tensor | None = None
+        self._closed_steps: list[tuple[int, torch.Tensor]] = []
         self._signatures: dict[str, torch.Tensor] | None = None
         self._without_gradient: list[str] = []
         self.report: FirstStepReport | None = None
@@ -56,21 +57,34 @@ class StepMonitor:
         bad = ~torch.isfinite(loss.detach()).all()
         self._loss_not_finite = bad if self._loss_not_finite is None else self._loss_not_finite | bad
 
-    def check_finite(self, model: nn.Module, step: int) -> None:
-        """Refuse to take step `step` (counted from 1) on a loss or gradients that are not finite; collective.
+    def close_step(self, step: int) -> None:
+        """Note that the losses seen since the last call belong to step `step` (counted from 1); no device wait."""
+        if self._loss_not_finite is not None:
+            self._closed_steps.append((step, self._loss_not_finite))
+        self._loss_not_finite = None
+
+    def check_finite(self, model: nn.Module, step: int, *, is_taken: bool = False) -> None:
+        """Refuse to go on from a loss or gradients that are not finite, now or since the last check; collective.
+
+        Args:
+            model: its gradients are looked at.
+            step: the step that is about to be taken, counted from 1.
+            is_taken: it was taken already, and its weights are about to be saved.
 
         Raises:
             NumericsError: on every rank, naming the ranks and the parameters.
         """
-        bad_loss = bool(self._loss_not_finite is not None and self._loss_not_finite.item())
-        self._loss_not_finite = None
+        self.close_step(step)
+        first_bad = next((closed for closed, bad in self._closed_steps if bad.item()), None)
+        self._closed_steps.clear()
         bad_gradients = [
             name
             for name, parameter in model.named_parameters()
             if parameter.grad is not None and not torch.isfinite(local_shard(parameter.grad)).all()
         ]
-        found = agree_all((bad_loss, bad_gradients[:3], len(bad_gradients)))
-        losses = [rank for rank, (loss, _, _) in enumerate(found) if loss]
+        found = agree_all((first_bad, bad_gradients[:3], len(bad_gradients)))
+        since = min((first for first, _, _ in found if first is not None), default=step)
+        losses = [rank for rank, (first, _, _) in enumerate(found) if first == since]
         gradients = [(rank, names, count) for rank, (_, names, count) in enumerate(found) if count]
         if not losses and not gradients:
             return
@@ -78,8 +92,14 @@ class StepMonitor:
         what += [
             f"{count} gradients are not finite on rank {rank} ({_some(names)})" for rank, names, count in gradients
         ]
+        if since < step or is_taken:
+            last = step if is_taken else step - 1
+            taken = f"Steps {since} to {last} were" if since < last else f"Step {since} was"
+            what_happened = f"{taken} taken on it since the last look: go on from a checkpoint before step {since}"
+        else:
+            what_happened = "The step was not taken"
         raise NumericsError(
-            f"step {step}: {'; '.join(what)}. The step was not taken",
+            f"step {since}: {'; '.join(what)}. {what_happened}",
             fix="lower the learning rate or raise warmup_steps, set max_grad_norm: 1.0, look at the batch "
             "(all labels masked?), or try precision: fp32 to see whether it is a matter of range",
         )

@@ -51,8 +51,14 @@ class PrecisionTable:
                 output_dtype=self.compute,
                 cast_forward_inputs=False,
             )
-        output = self.output if kind == "root" else None
-        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce, output_dtype=output)
+        if kind == "root":  # its inputs hold labels too, which must keep their precision: see root_forward.py
+            return MixedPrecisionPolicy(
+                param_dtype=self.compute,
+                reduce_dtype=self.reduce,
+                output_dtype=self.output,
+                cast_forward_inputs=False,
+            )
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
 
     def storage_dtype(self, parameter: nn.Parameter, *, is_norm: bool) -> torch.dtype:
         """Return the dtype that `parameter` is stored in between steps."""

@@ -74,7 +74,7 @@ def _inside(name: str, outer: str) -> bool:
 def _owners_read_by(module: nn.Module) -> list[nn.Module | str]:
     """Modules (or, where they cannot be followed, their last names) whose tensors `module`'s forward reads."""
     found: list[nn.Module | str] = []
-    for function in _forward_functions(module):
+    for function in forward_functions(module):
         _follow(function, {}, module, found, set(), _MAX_DEPTH)
     return found
 
@@ -230,7 +230,8 @@ class _Summary:
         return not self.reads and not self.calls
 
 
-def _forward_functions(module: nn.Module) -> Iterator[Callable[..., Any]]:
+def forward_functions(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yield every function that `module`'s forward is made of: on the instance, of its classes, inside wrappers."""
     candidates = [vars(module).get("forward")]
     for cls in type(module).__mro__:
         if cls is nn.Module:

@@ -85,6 +85,9 @@ def agree_on_tensors(tensors: Mapping[str, tuple[nn.Module, str]], report: Agree
         tensor = _read(module, attribute)
         if tensor.is_meta:
             tensor = _materialize(module, attribute)
+        elif not isinstance(tensor, nn.Parameter):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # an expanded buffer cannot be written to
+            setattr(module, attribute, tensor)
         _broadcast(tensor)
     report.num_tensors += len(names)
     report.replaced += differing

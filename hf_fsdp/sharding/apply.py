@@ -13,17 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_fsdp.config.schema import FSDPConfig
-from hf_fsdp.errors import PrecisionError, ShardingError
+from hf_fsdp.errors import ShardingError
 from hf_fsdp.policies.activation import (
     apply_activation_checkpointing,
     disable_cache_in_training,
     turn_off_model_checkpointing,
 )
-from hf_fsdp.policies.precision import PrecisionTable, check_storable, find_norms, resolve_precision
+from hf_fsdp.policies.precision import PrecisionTable, find_norms, resolve_precision
 from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
 from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
+from hf_fsdp.sharding.fitness import refuse_unfit_model
+from hf_fsdp.sharding.gather import make_save_collective
 from hf_fsdp.sharding.mesh import agreement_group, build_mesh
-from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
+from hf_fsdp.sharding.root_forward import install_root_hooks
 
 _ATTRIBUTE = "_hf_fsdp_sharding"
 
@@ -87,15 +89,8 @@ def apply_fsdp(
     if (applied := get_applied_sharding(model)) is not None:
         return applied
     config = config or FSDPConfig()
-    _refuse_unfit_models(model)
     precision = resolve_precision(config.precision)
-    check_storable(model.named_parameters(), precision)
-    if precision.keep_norms_fp32 and not GROUPS_CAST_EACH_MODULE:
-        raise PrecisionError(
-            f"precision.keep_norms_fp32 needs torch 2.13 or newer, and this is {torch.__version__}",
-            fix="pip install -U 'torch>=2.13', or keep_norms_fp32: false",
-            source=config.sources.get("precision.keep_norms_fp32"),
-        )
+    refuse_unfit_model(model, config, precision)
     plan = build_wrap_plan(model, config.wrap, precision)
     mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type)
     agreement_group()
@@ -122,9 +117,12 @@ def apply_fsdp(
     _set_prefetch(plan, config)
     for optimizer, names in zip(optimizers, held, strict=True):
         _attach_parameters(optimizer, model, names)
+    _keep_class_names(model)
     if hasattr(model, "generate"):
         # Without this, generate() on a PEFT model meets sharded and whole tensors in one operation.
         register_fsdp_forward_method(model, "generate")
+    make_save_collective(model, applied)
+    install_root_hooks(model, precision.compute, [unit.modules[0] for unit in plan.units])
     setattr(model, _ATTRIBUTE, applied)
     return applied
 
@@ -141,23 +139,13 @@ def reshard_all(model: nn.Module) -> None:
             module.reshard()
 
 
-def _refuse_unfit_models(model: nn.Module) -> None:
-    if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ShardingError(
-            f"{type(model).__name__} is sharded already, and not by hf-fsdp",
-            fix="load it without tp_plan/distributed_config and do not call fully_shard yourself",
-        )
-    if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
-        raise ShardingError(
-            "the model's base is quantized (load_in_4bit or load_in_8bit); QLoRA arrives in a later release",
-            fix="load it in bf16 (dtype=torch.bfloat16) and train LoRA with precision: bf16-mixed",
-        )
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0 and parameter.requires_grad]
-    if scalars:
-        raise ShardingError(
-            f"{', '.join(scalars)}: a trained scalar has no first dimension to shard",
-            fix="freeze it with requires_grad_(False), or give it the shape (1,)",
-        )
+def _keep_class_names(model: nn.Module) -> None:
+    """Take back the `FSDP` that `fully_shard` puts before class names: Trainer and others decide by them.
+
+    Label smoothing shifts the labels of `LlamaForCausalLM` and not of `FSDPLlamaForCausalLM`.
+    """
+    for cls in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
+        cls.__name__ = cls.__qualname__ = cls.__name__.removeprefix("FSDP")
 
 
 # -- units ------------------------------------------------------------------------------------------------------------
@@ -169,6 +157,9 @@ def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     applied.replicated = tuple(name for name, parameter in model.named_parameters() if parameter.dim() == 0)
     done: set[int] = set()
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # fully_shard refuses others
     for unit, names in applied.unit_names:
         agree_on_tensors(_unit_tensors(model, unit, names, done), applied.agreement)
         if not names and unit.kind != "root":

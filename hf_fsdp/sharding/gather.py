@@ -1,16 +1,27 @@
-"""The whole state dict of a sharded model on rank 0, tensor by tensor."""
+"""The whole state dict of a sharded model on rank 0, tensor by tensor, and a `save_pretrained` that writes it."""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp.sharding.apply import AppliedSharding
+from hf_fsdp.errors import ShardingError
+from hf_fsdp.sharding.mesh import agreement_group
 
+if TYPE_CHECKING:
+    from hf_fsdp.sharding.apply import AppliedSharding
+
+# How long a rank that saves waits for the others to come too, before it says that they did not.
+ENTRY_TIMEOUT = timedelta(seconds=60)
 _SAVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -48,3 +59,50 @@ def saved_dtype(applied: AppliedSharding) -> torch.dtype:
     override = _SAVE_DTYPES.get(applied.config.precision.save_dtype)
     counts = Counter(dtype for dtype in applied.load_dtypes.values() if dtype.is_floating_point)
     return override or counts.most_common(1)[0][0]
+
+
+def make_save_collective(model: nn.Module, applied: AppliedSharding) -> None:
+    """Let ``model.save_pretrained(folder)`` work on a sharded model: all ranks call it, rank 0 writes.
+
+    Its own code would read the storage of shards and fail, at the end of a training run. A caller that brings a
+    ``state_dict`` (Trainer does) gets what it asked for; `config.json` names the dtype of the weights beside it.
+    """
+    original = getattr(model, "save_pretrained", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            _wait_for_all_ranks()
+            kwargs["state_dict"] = gather_state_dict(model, applied)
+            kwargs["is_main_process"] = dist.get_rank() == 0
+            if not kwargs["is_main_process"]:
+                return None
+        result = original(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            _write_saved_dtype(Path(save_directory), applied)
+        return result
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
+def _wait_for_all_ranks() -> None:
+    try:
+        dist.monitored_barrier(group=agreement_group(), timeout=ENTRY_TIMEOUT)
+    except RuntimeError as error:
+        raise ShardingError(
+            f"save_pretrained was called on rank {dist.get_rank()} and not on all ranks, which each hold a part",
+            fix="call it on every rank, not under `if trainer.is_world_process_zero()`; only rank 0 writes",
+        ) from error
+
+
+def _write_saved_dtype(folder: Path, applied: AppliedSharding) -> None:
+    """Let `config.json` name the dtype of the weights beside it: `save_pretrained` names that of the fp32 masters."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return  # an adapter folder
+    config = json.loads(path.read_text(encoding="utf-8"))
+    name = str(saved_dtype(applied)).removeprefix("torch.")
+    if config.get("dtype", name) != name:
+        path.write_text(json.dumps({**config, "dtype": name}, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -46,6 +46,12 @@ def build_mesh(config: ShardingConfig, device_type: str | None = None) -> Device
             f"do not multiply to the {world_size} processes that are running",
             fix=f"sharding: {{dp_shard_size: auto, dp_replicate_size: {_nearest_divisor(replicate, world_size)}}}",
         )
+    if shard == 1 and replicate > 1:
+        raise ShardingError(
+            f"sharding.dp_replicate_size={replicate} on {world_size} processes leaves one process for each copy: "
+            "every rank would hold the whole model",
+            fix=f"sharding: {{dp_replicate_size: {_nearest_divisor(replicate // 2, world_size)}}}, or DDP",
+        )
     if replicate == 1:
         return init_device_mesh(device_type, (shard,), mesh_dim_names=(SHARD_AXIS,))
     return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

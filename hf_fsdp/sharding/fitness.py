@@ -1,0 +1,98 @@
+"""Models that cannot be sharded right, each refused by name before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp.config.schema import FSDPConfig
+from hf_fsdp.errors import PrecisionError, Problem, ShardingError
+from hf_fsdp.policies.precision import PrecisionTable, check_storable
+from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
+
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop")
+
+
+def refuse_unfit_model(model: nn.Module, config: FSDPConfig, precision: PrecisionTable) -> None:
+    """Refuse what would fail half-way or train wrong.
+
+    Raises:
+        ShardingError: with every problem of the model.
+        PrecisionError: the precision does not fit the model or this torch.
+    """
+    checks = (_check_sharded_already, _check_quantized, _check_scalars, _check_layer_drop, _check_prompt_learning)
+    if problems := [problem for check in checks if (problem := check(model)) is not None]:
+        raise ShardingError(problems)
+    check_storable(model.named_parameters(), precision)
+    if precision.keep_norms_fp32 and not GROUPS_CAST_EACH_MODULE:
+        raise PrecisionError(
+            f"precision.keep_norms_fp32 needs torch 2.13 or newer, and this is {torch.__version__}",
+            fix="pip install -U 'torch>=2.13', or keep_norms_fp32: false",
+            source=config.sources.get("precision.keep_norms_fp32"),
+        )
+    batch_norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if batch_norms and precision.compute is not torch.float32 and not precision.keep_norms_fp32:
+        raise PrecisionError(
+            f"precision.preset={precision.preset!r} gives {batch_norms[0]} and {len(batch_norms) - 1} more batch norms "
+            "weights in bfloat16 beside statistics in float32, which torch does not compute with",
+            fix=f"precision: {{preset: {precision.preset}, keep_norms_fp32: true}}",
+        )
+
+
+def _check_sharded_already(model: nn.Module) -> Problem | None:
+    if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return Problem(
+            message=f"{type(model).__name__} is sharded already, and not by hf-fsdp",
+            fix="load it without tp_plan/distributed_config and do not call fully_shard yourself",
+        )
+    return None
+
+
+def _check_quantized(model: nn.Module) -> Problem | None:
+    if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
+        return Problem(
+            message="the model's base is quantized (load_in_4bit or load_in_8bit); QLoRA arrives in a later release",
+            fix="load it in bf16 (dtype=torch.bfloat16) and train LoRA with precision: bf16-mixed",
+        )
+    return None
+
+
+def _check_scalars(model: nn.Module) -> Problem | None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0 and parameter.requires_grad]
+    if scalars:
+        return Problem(
+            message=f"{', '.join(scalars)}: a trained scalar has no first dimension to shard",
+            fix="freeze it with requires_grad_(False), or give it the shape (1,)",
+        )
+    return None
+
+
+def _check_layer_drop(model: nn.Module) -> Problem | None:
+    """Ranks that skip different layers pair up the gathers of different layers, without an error."""
+    for name, module in model.named_modules():
+        for attribute in _LAYER_DROPS:
+            value = vars(module).get(attribute)
+            if isinstance(value, float) and value > 0:
+                return Problem(
+                    message=f"{name or type(module).__name__}.{attribute}={value}: every rank would skip layers of its "
+                    "own choice, and gathers of different layers would be mixed",
+                    fix=f"from_pretrained(..., {attribute}=0.0), or model.config.{attribute} = 0.0 before it is built",
+                )
+    return None
+
+
+def _check_prompt_learning(model: nn.Module) -> Problem | None:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return None
+    kinds = [
+        str(getattr(c, "peft_type", name)) for name, c in configs.items() if getattr(c, "is_prompt_learning", False)
+    ]
+    if kinds:
+        return Problem(
+            message=f"{kinds[0]}: prompts are learned beside the model, and PEFT cannot save them from shards yet",
+            fix="use LoRA (LoraConfig), or train prompts without FSDP: they need no sharding",
+        )
+    return None

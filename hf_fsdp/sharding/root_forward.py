@@ -1,0 +1,116 @@
+"""What happens around the forward of a sharded model as a whole: its inputs, its loss, what it leaves gathered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+# Functions whose result is a loss. A sum over a batch in bf16 keeps 8 bits; autocast runs them in float32, and so do
+# transformers' causal language models by themselves, but not its T5, BERT or ViT.
+_LOSSES = frozenset(
+    function
+    for name in (
+        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss "
+        "gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss "
+        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss "
+        "smooth_l1_loss soft_margin_loss triplet_margin_loss"
+    ).split()
+    if (function := getattr(F, name, None)) is not None
+)
+
+
+def install_root_hooks(model: nn.Module, compute: torch.dtype, units: Iterable[nn.Module]) -> None:
+    """Register what a sharded model needs around its own forward; after `fully_shard`, so that these run inside.
+
+    Args:
+        model: the root.
+        compute: inputs (not labels, not weights of samples) are cast to it; losses are computed in float32.
+        units: a module of every unit, to be freed after a forward without gradients.
+    """
+    if compute is not torch.float32:
+        model.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)
+        if not type(model).__name__.endswith("ForCausalLM"):
+            _compute_losses_in_float32(model)
+    sharded = [module for module in units if isinstance(module, FSDPModule)]
+    model.register_forward_hook(functools.partial(_free_after_forward, sharded), always_call=True)
+    if hasattr(model, "generate"):
+        method: Any = model.generate
+        model.generate = _freeing_method(method, sharded)  # type: ignore[assignment]
+
+
+def _free_after_forward(units: Sequence[FSDPModule], module: nn.Module, inputs: Any, output: Any) -> None:
+    """Without a backward to come, nobody would free the root and the head.
+
+    Whole, they hide the sharded parameters: an optimizer step in between would not reach the next forward, and
+    `model.zero_grad()` would clear the gradients of the wrong ones.
+    """
+    if not torch.is_grad_enabled():
+        for unit in units:
+            unit.reshard()
+
+
+def _freeing_method(method: Callable[..., Any], units: Sequence[FSDPModule]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            for unit in units:
+                unit.reshard()
+
+    return call
+
+
+def _cast_inputs(
+    compute: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Cast what layers compute with. Labels, weights and other values per sample (1-D) keep their precision."""
+
+    def cast(value: Any) -> Any:
+        is_input = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+        return value.to(compute) if is_input else value
+
+    return tree_map(cast, args), {
+        name: value if _is_target(name) else tree_map(cast, value) for name, value in kwargs.items()
+    }
+
+
+def _is_target(name: str) -> bool:
+    return any(word in name.lower() for word in ("label", "target", "weight"))
+
+
+def _compute_losses_in_float32(model: nn.Module) -> None:
+    active: list[_Float32Losses] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        active.append(_Float32Losses())
+        active[-1].__enter__()
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        if active:
+            active.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+class _Float32Losses(TorchFunctionMode):
+    """Upcasts the floating inputs of loss functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOSSES:
+            args, kwargs = tree_map(_upcast, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _upcast(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
