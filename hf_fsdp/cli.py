@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_fsdp import __version__
+from hf_fsdp.config.presets import MODEL_PRESETS
 from hf_fsdp.errors import ConfigError, HfFsdpError, Problem, nearest_names
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def config_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A preset such as llama-2-7b, a hub id such as meta-llama/Llama-2-7b-hf, or a model folder.",
+            help="A preset, a hub id such as meta-llama/Llama-2-7b-hf, or a model folder. "
+            f"Presets: {', '.join(preset.alias for preset in MODEL_PRESETS)}.",
         ),
     ],
     gpus: Annotated[

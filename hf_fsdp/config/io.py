@@ -45,10 +45,16 @@ def load_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[tuple[Any, ...], 
         the data, and path of keys (at most three deep) -> line number from 1.
 
     Raises:
-        ConfigError: missing, a folder, unreadable, not UTF-8, broken, empty, or with a key given twice.
+        ConfigError: an empty path, missing, a folder, unreadable, not UTF-8, broken, empty, or with a key given
+            twice.
     """
+    if not str(path).strip():
+        raise ConfigError("the path of the config file is empty", fix="name a YAML file, e.g. configs/run.yaml")
     text = _read_text(Path(path))
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:  # a character that YAML does not allow, such as NUL
+        raise _forbidden_character(path, text, error) from None
     try:
         node = loader.get_single_node()
         duplicates = list(_find_duplicates(node, str(path)))
@@ -342,6 +348,15 @@ def _siblings(path: Path) -> list[Path]:
 def _yaml_files(folder: Path) -> str | None:
     files = sorted(str(file) for file in folder.glob("*.y*ml"))
     return ", ".join(files[:5]) or None
+
+
+def _forbidden_character(path: str | os.PathLike[str], text: str, error: yaml.reader.ReaderError) -> ConfigError:
+    line = text.count("\n", 0, error.position) + 1
+    return ConfigError(
+        f"{path} is not valid YAML: line {line} holds the character U+{ord(text[error.position]):04X}",
+        fix=f"remove that character from line {line}, or name a YAML file",
+        source=f"{path}:{line}",
+    )
 
 
 def _broken_yaml(path: str | os.PathLike[str], error: Exception) -> ConfigError:

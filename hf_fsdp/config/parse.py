@@ -194,6 +194,12 @@ def _problem(rejected: Rejected, at: str) -> Problem:
 def _unknown_key(key: str, value: Any, section: str | None, at: str) -> Problem:
     """Return the problem of a key that nothing knows; the nearest known one is the repair."""
     shown_key = f"{section}.{key}" if section else key
+    if section is None and strip_prefix(key) == "version":
+        return Problem(
+            message=f"{key}={shown(value)} is a key of Accelerate and Trainer, not of the fsdp config",
+            fix=f"remove {key}; hf-fsdp always runs FSDP2",
+            source=at,
+        )
     own = {name: f"{section}.{name}" for name in SECTION_FIELDS[section]} if section else {}
     anywhere = {name: name for name in SECTION_FIELDS} if not section else {}
     anywhere |= {dotted.partition(".")[2]: dotted for dotted in DOTTED_KEYS} | ({} if section else ALIASES)

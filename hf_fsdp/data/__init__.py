@@ -7,6 +7,7 @@ the share of samples that `max_length` cuts, and a preview of the tokens that co
 from __future__ import annotations
 
 from hf_fsdp.data.access import check_model_access
+from hf_fsdp.data.arguments import parse_arguments
 from hf_fsdp.data.batch import resolve_accumulation_steps
 from hf_fsdp.data.chat_template import (
     find_stop_token_id,
@@ -20,6 +21,7 @@ from hf_fsdp.data.lengths import LengthReport, check_lengths, measure_lengths
 from hf_fsdp.data.loading import load_splits, pick_split, select_eval_examples
 from hf_fsdp.data.preview import format_examples
 from hf_fsdp.data.run_config import RunConfig, override, read_run_config, write_run_config
+from hf_fsdp.data.run_folder import check_output_dir, find_resume_checkpoint
 from hf_fsdp.errors import ConfigError, DataError, HfFsdpError, ModelAccessError, Problem
 
 __all__ = [
@@ -33,12 +35,15 @@ __all__ = [
     "check_examples",
     "check_lengths",
     "check_model_access",
+    "check_output_dir",
+    "find_resume_checkpoint",
     "find_stop_token_id",
     "find_training_template",
     "format_examples",
     "load_splits",
     "measure_lengths",
     "override",
+    "parse_arguments",
     "pick_split",
     "prepare_generation_config",
     "read_chat_template",

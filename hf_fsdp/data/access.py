@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from hf_fsdp.errors import ModelAccessError, nearest_names
@@ -31,20 +32,42 @@ def check_model_access(name: str, *, revision: str | None = None) -> None:
             f"model_name_or_path={name!r} is a file, and a model is a folder",
             fix=f"model_name_or_path: {folder.parent}",
         )
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or name.count(os.sep) > 1:
         _raise_missing_folder(name, folder)
     else:
         _check_hub(name, revision)
 
 
 def _raise_missing_folder(name: str, folder: Path) -> None:
-    parent = folder.parent
-    near = nearest_names(folder.name, [child.name for child in parent.iterdir()]) if parent.is_dir() else []
+    near = _near_folders(folder)
     raise ModelAccessError(
         f"model_name_or_path={name!r}: there is no such folder",
-        near=", ".join(str(parent / child) for child in near) or None,
-        fix="give an existing folder with a config.json, or a hub id such as meta-llama/Llama-2-7b-hf",
+        near=", ".join(near) or None,
+        fix=f"model_name_or_path: {near[0]}"
+        if near
+        else "give an existing folder with a config.json, or a hub id such as meta-llama/Llama-2-7b-hf",
     )
+
+
+def _near_folders(folder: Path) -> list[str]:
+    """Return existing folders that resemble `folder`, with any part of the path misspelt."""
+    if folder.is_dir():
+        return [str(folder)]
+    if folder == folder.parent:
+        return []
+    near: list[str] = []
+    for parent in _near_folders(folder.parent):
+        children = [child.name for child in _list_folder(Path(parent)) if child.is_dir()]
+        names = [folder.name] if folder.name in children else nearest_names(folder.name, children)
+        near += [str(Path(parent) / name) for name in names]
+    return near[:3]
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # not ours to read, so nothing to suggest from it
+        return []
 
 
 def _check_folder(folder: Path) -> None:
@@ -89,12 +112,17 @@ def _check_hub(name: str, revision: str | None) -> None:
     from huggingface_hub import errors as hub
 
     page = f"https://huggingface.co/{name}"
+    # A folder of almost that name is the likelier meaning, where the hub cannot say otherwise.
+    near = _near_folders(Path(name))
     try:
         huggingface_hub.hf_hub_download(name, "config.json", revision=revision)
     except hub.HFValidationError as error:
         raise ModelAccessError(
             f"model_name_or_path={name!r} is neither a folder nor a hub id",
-            fix="give an existing folder, or a hub id such as meta-llama/Llama-2-7b-hf",
+            near=", ".join(near) or None,
+            fix=f"model_name_or_path: {near[0]}"
+            if near
+            else "give an existing folder, or a hub id such as meta-llama/Llama-2-7b-hf",
         ) from error
     except hub.GatedRepoError as error:  # before RepositoryNotFoundError, which it inherits from
         raise ModelAccessError(
@@ -104,6 +132,7 @@ def _check_hub(name: str, revision: str | None) -> None:
     except hub.RepositoryNotFoundError as error:
         raise ModelAccessError(
             f"model_name_or_path={name!r}: the hub knows no such model, or it is private",
+            near=", ".join(near) or None,
             fix=f"check the spelling at {page}; for a private model run: hf auth login",
         ) from error
     except hub.RevisionNotFoundError as error:
@@ -115,7 +144,10 @@ def _check_hub(name: str, revision: str | None) -> None:
         raise ModelAccessError(
             f"model_name_or_path={name!r} is not in the local cache, and the hub cannot be reached "
             "(offline, or HF_HUB_OFFLINE is set)",
-            fix=f"with a connection run: hf download {name}   or give a local folder as model_name_or_path",
+            near=", ".join(near) or None,
+            fix=f"model_name_or_path: {near[0]}"
+            if near
+            else f"with a connection run: hf download {name}   or give a local folder as model_name_or_path",
         ) from error
     except hub.EntryNotFoundError as error:
         raise ModelAccessError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp.errors import DataError, Problem
+from hf_fsdp.errors import DataError, Problem, nearest_names
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,18 +28,31 @@ def rename_columns(dataset: Dataset, renames: Sequence[str]) -> Dataset:
     """
     for rename in renames:
         old, _, new = rename.partition("=")
+        if old == new and old in dataset.column_names:
+            continue
         if old and old not in dataset.column_names and new in dataset.column_names:
             continue  # done already, as in a held-out file that has the right names
         if not old or not new or old not in dataset.column_names:
             raise DataError(
                 f"rename_columns={rename!r} is not OLD=NEW with OLD one of: {', '.join(dataset.column_names)}",
-                fix=f"rename_columns: [{dataset.column_names[0]}=messages]",
+                fix=_rename_advice(dataset, old, new),
             )
         if new in dataset.column_names:
             # Replaced on purpose: a person who renames onto a column wants the new one there.
             dataset = dataset.remove_columns(new)
         dataset = dataset.rename_column(old, new)
     return dataset
+
+
+def _rename_advice(dataset: Dataset, old: str, new: str) -> str:
+    """Return a rename that works; a column never gets the name it has."""
+    columns = dataset.column_names
+    near = [column for column in nearest_names(old, columns) if column != new]
+    if near and new:
+        return f"rename_columns: [{near[0]}={new}]"
+    if "messages" in columns or {"prompt", "completion"} <= set(columns):
+        return "remove rename_columns: the columns have the right names"
+    return f"rename_columns: [{columns[0]}={new or 'messages'}]"
 
 
 def check_examples(dataset: Dataset, *, source: str) -> str:

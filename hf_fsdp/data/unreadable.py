@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from hf_fsdp.errors import DataError
 
+# Enough to tell what kind of file it is, whatever its size.
+_NUM_BYTES_CHECKED = 1 << 24
+
 
 def check_json_start(path: Path) -> None:
-    """Refuse what the JSON reader turns into a strange table: one object that wraps the list.
+    """Refuse what the JSON reader takes and should not: text of another encoding, one object that wraps the list.
 
     Raises:
-        DataError: with the command that unwraps it.
+        DataError: with the command that converts or unwraps it.
     """
+    with path.open("rb") as raw:
+        _refuse_binary(path, raw.read(_NUM_BYTES_CHECKED), whole=path.stat().st_size <= _NUM_BYTES_CHECKED)
     with path.open(encoding="utf-8", errors="replace") as stream:
         head = stream.read(1 << 20)
     if not head.lstrip().startswith("{"):
@@ -44,6 +50,7 @@ def explain_unreadable(path: Path, error: Exception) -> None:
         if path.read_bytes()[:4] != b"PAR1":
             raise DataError(f"dataset_name={str(path)!r} is not a Parquet file", fix="write it again") from error
         return
+    _refuse_binary(path, path.read_bytes(), whole=True)
     text = path.read_text(encoding="utf-8", errors="replace")
     if text.lstrip().startswith("["):
         try:
@@ -56,6 +63,31 @@ def explain_unreadable(path: Path, error: Exception) -> None:
         _find_stray_row(path, iter(rows), "row", error)
         return
     _find_stray_row(path, _read_lines(path, text, error), "line", error)
+
+
+def _refuse_binary(path: Path, content: bytes, *, whole: bool) -> None:
+    """Raise for what is no UTF-8 text, where no single line is to blame; return when it is text.
+
+    Args:
+        path: the file.
+        content: its first bytes.
+        whole: whether they are all of it; otherwise the last character may be cut.
+    """
+    copy = path.with_suffix(".repaired" + path.suffix)
+    fix = f"write the examples as text, one JSON object a line, or as Parquet: {path.with_suffix('.parquet').name}"
+    if content[:4] == b"PAR1":
+        fix = f"it is a Parquet file: mv {path} {path.with_suffix('.parquet')}"
+    elif content[:2] == b"\x1f\x8b":
+        fix = f"it is compressed: gunzip -c {path} > {copy}"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=whole)
+    except UnicodeDecodeError as found:
+        line = content.count(b"\n", 0, found.start) + 1
+        if content[:1] in (b"{", b"[") and b"\0" not in content:
+            fix = f"save it as UTF-8, e.g. from Windows: iconv -f CP1252 -t UTF-8 {path} > {copy}"
+        raise DataError(f"dataset_name={str(path)!r} is not UTF-8 text (line {line})", fix=fix) from found
+    if b"\0" in content:
+        raise DataError(f"dataset_name={str(path)!r} is a binary file, not JSON", fix=fix)
 
 
 def _read_lines(path: Path, text: str, error: Exception) -> Iterator[tuple[int, object]]:

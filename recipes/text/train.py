@@ -22,7 +22,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, 
 from trl.chat_template_utils import get_training_chat_template
 
 from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, data
-from hf_fsdp.data import ConfigError, HfFsdpError, Problem
+from hf_fsdp.data import ConfigError, HfFsdpError
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 RANK = int(os.environ.get("RANK") or 0)
@@ -55,6 +55,7 @@ class RecipeArguments:
 
 ARGUMENT_CLASSES = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig)
 REFUSED = {  # an ignored setting would be worse than none
+    "fp16": ("arrives in a later release", "leave fp16 out and write fsdp: {precision: bf16-mixed}   # or fp32"),
     "load_in_4bit": ("arrives in a later release", "use_peft: true   (LoRA on 16-bit weights)"),
     "load_in_8bit": ("arrives in a later release", "use_peft: true   (LoRA on 16-bit weights)"),
     "dataset_streaming": ("cannot be checked before training", "remove dataset_streaming"),
@@ -83,19 +84,10 @@ def read_arguments(argv: list[str]) -> tuple[FSDPConfig, RecipeArguments, Script
     parser = TrlParser(ARGUMENT_CLASSES)
     # trainer_kwargs goes in before parsing, so that TrainingArguments' own checks see it; one process has none.
     parser.set_defaults_with_config(**{**defaults, **asked.values, **asked.fsdp.trainer_kwargs()})
-    recipe, script, training, model = parser.parse_args_into_dataclasses(args=asked.flags)
-
-    problems = [
-        Problem(message=f"{key} {why}", fix=fix, source=asked.path)
-        for key, (why, fix) in REFUSED.items()
-        if any(getattr(group, key, None) for group in (script, training, model))
-    ]
-    for key, value in (("model_name_or_path", model.model_name_or_path), ("dataset_name", script.dataset_name)):
-        if not value:
-            problems.append(Problem(message=f"{key} is missing", fix=f"--{key} HUB_ID_OR_PATH", source=asked.path))
-    if problems:
-        raise ConfigError(problems)
-    if recipe.global_batch_size:
+    recipe, script, training, model = data.parse_arguments(
+        parser, asked, refused=REFUSED, required=("model_name_or_path", "dataset_name")
+    )
+    if recipe.global_batch_size is not None:
         per_device = training.per_device_train_batch_size
         steps = data.resolve_accumulation_steps(recipe.global_batch_size, per_device, WORLD_SIZE)
         if "gradient_accumulation_steps" in asked.typed and training.gradient_accumulation_steps != steps:
@@ -172,6 +164,8 @@ def main(argv: list[str]) -> None:
     source = {"revision": model_args.model_revision, "trust_remote_code": training.trust_remote_code}
 
     # What costs seconds comes before what costs minutes.
+    resume = data.find_resume_checkpoint(training.resume_from_checkpoint, output)
+    data.check_output_dir(output)
     data.check_model_access(name, revision=model_args.model_revision)
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # an adapter names its base by it, and is loaded from other folders
@@ -214,8 +208,7 @@ def main(argv: list[str]) -> None:
         rows = trainer.train_dataset
         say(data.format_examples(rows.select(range(min(recipe.print_examples, len(rows)))), tokenizer))
 
-    resume = training.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+    trainer.train(resume_from_checkpoint=resume)
     step = trainer.state.global_step
     if held_out and not any("eval_loss" in log and log["step"] == step for log in trainer.state.log_history):
         trainer.evaluate()

@@ -137,17 +137,17 @@ def _upcast_happens_after_sharding(rank: int, world_size: int) -> dict[str, Any]
 
 def _norms_on_old_torch(rank: int, world_size: int) -> dict[str, Any]:
     """What apply_fsdp says to keep_norms_fp32 where torch cannot do it, and that its advice works."""
-    from hf_fsdp.sharding import apply
+    from hf_fsdp.sharding import fitness
 
     config = FSDPConfig(precision={"preset": "bf16-mixed", "keep_norms_fp32": True})
-    apply.GROUPS_CAST_EACH_MODULE = False
+    fitness.GROUPS_CAST_EACH_MODULE = False
     try:
         apply_fsdp(build_model("llama", tied=False), config)
         error = ""
     except PrecisionError as refused:
         error = str(refused)
     finally:
-        apply.GROUPS_CAST_EACH_MODULE = GROUPS_CAST_EACH_MODULE
+        fitness.GROUPS_CAST_EACH_MODULE = GROUPS_CAST_EACH_MODULE
     followed = apply_fsdp(build_model("llama", tied=False), FSDPConfig(precision="bf16-mixed"))
     return {"error": error, "followed": len(followed.plan.units)}
 

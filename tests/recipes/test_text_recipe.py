@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,18 @@ def test_lora_on_completions_saves_an_adapter_that_peft_loads(work: Path) -> Non
         (["--dataset_name", "chta.jsonl"], "DataError: dataset_name='chta.jsonl': there is no such file or folder"),
         (["--model_name_or_path", "no/such-model"], "ModelAccessError: model_name_or_path='no/such-model' is not in"),
         (["--global_batch_size", "3"], "ConfigError: global_batch_size=3 is not a multiple of"),
+        (["--global_batch_size", "0"], "ConfigError: global_batch_size=0 is below 1"),
+        (["--fp16", "true"], "ConfigError: fp16 arrives in a later release"),
+        (["--learning_rate", "nan"], "ConfigError: learning_rate=nan is not a finite number"),
+        (["--per_device_train_batch_size", "0"], "ConfigError: per_device_train_batch_size=0 is below 1"),
+        (["--seed", "-1"], "ConfigError: seed=-1 is below 0"),
+        (["--lerning_rate", "1"], "ConfigError: --lerning_rate is not a flag of this recipe"),
+        (["--max_steps", "1", "extra"], "ConfigError: 'extra' belongs to no flag"),
+        (["--config", "run.yaml"], "ConfigError: there is more than one run config: run.yaml, run.yaml"),
+        (["--fsdp", "full_shard"], "ConfigError: --fsdp 'full_shard': the fsdp section is changed a key at a time"),
+        (["--fsdp.wrap", "[A"], "ConfigError: --fsdp.wrap '[A' is not valid YAML"),
+        (["--output_dir", "run.yaml/x"], "ConfigError: output_dir='run.yaml/x' cannot be written: Not a directory"),
+        (["--optim", "adamw_trch"], "ConfigError: optim: invalid choice: 'adamw_trch'"),
         (["--load_in_4bit"], "ConfigError: load_in_4bit arrives in a later release"),
         (["--gradient_accumulation_steps", "7"], "ConfigError: gradient_accumulation_steps=7 contradicts"),
         (["--max_length", "20"], "DataError: max_length=20 cuts off the whole answer of every sample"),
@@ -183,10 +196,29 @@ def test_mistakes_end_in_one_clear_error(
 
     train = _load_recipe()
     monkeypatch.chdir(work)
-    with pytest.raises(HfFsdpError, match=expected.partition(": ")[2].replace("(", r"\(")) as caught:
+    with pytest.raises(HfFsdpError, match=re.escape(expected.partition(": ")[2])) as caught:
         train.main(["run.yaml", "--output_dir", "refused", *arguments])
     assert type(caught.value).__name__ == expected.partition(":")[0]
     assert not (work / "refused" / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--resume_from_checkpoint", "runs/checkpoint-3"], "the folder does not exist"),
+        (["--resume_from_checkpoint", "last"], "there is no checkpoint in refused"),
+        (["--output_dir", "chat.jsonl"], "cannot be written: File exists"),
+    ],
+)
+def test_the_run_folder_is_checked_before_data_and_model(
+    work: Path, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_fsdp.errors import ConfigError
+
+    train = _load_recipe()
+    monkeypatch.chdir(work)
+    with pytest.raises(ConfigError, match=expected):
+        train.main(["run.yaml", "--output_dir", "refused", "--dataset_name", "no.jsonl", *arguments])
 
 
 def _load_recipe() -> Any:

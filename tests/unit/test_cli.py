@@ -256,3 +256,10 @@ def test_from_python_the_numbers_of_a_launch_are_checked(tmp_path: Path) -> None
         config.to_accelerate(num_processes=8, num_machines=2, machine_rank=2)
     with pytest.raises(ConfigError, match="dp_replicate_size=2 does not divide 7 processes"):
         config.to_accelerate(num_processes=7)
+
+
+def test_the_help_lists_every_preset() -> None:
+    from hf_fsdp.config.presets import MODEL_PRESETS
+
+    words = set(run("config", "--help").stdout.replace(",", " ").replace(". ", " ").split())
+    assert {preset.alias for preset in MODEL_PRESETS} <= words | {word.rstrip(".") for word in words}

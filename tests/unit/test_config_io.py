@@ -87,6 +87,7 @@ fsdp:
         ("fsdp: {since: 2024-99-99}\n", "is not valid YAML"),
         ("fsdp: " + "[" * 3000, "is not valid YAML"),
         ("fsdp: {? [a, b] : 1}\n", "is not valid YAML|is not a key of the fsdp config"),
+        ("fsdp: {wrap: A}\nb: \0\n", "is not valid YAML: line 2 holds the character U.0000"),
         ("fsdp: true\n", "fsdp=True is not a mapping of sections"),
         ("fsdp:\n", "fsdp=None is not a mapping of sections"),
         ("fsdp: full_shard auto_wrap\n", "fsdp='full_shard auto_wrap' is not a mapping"),
@@ -170,3 +171,16 @@ def test_accelerates_launch_file_is_recognised_and_the_right_command_printed(tmp
         FSDPConfig.from_yaml(path)
     fix = caught.value.problems[0].fix
     assert re.match(rf"accelerate launch --config_file {re.escape(str(path))} train.py", fix)
+
+
+def test_an_empty_path_is_called_empty() -> None:
+    with pytest.raises(ConfigError, match="the path of the config file is empty"):
+        FSDPConfig.from_yaml("")
+
+
+@pytest.mark.parametrize("key", ["version", "fsdp_version"])
+def test_accelerates_version_is_to_be_left_out(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=2 is a key of Accelerate and Trainer, not of the fsdp") as caught:
+        FSDPConfig.from_yaml(write(tmp_path, f"fsdp:\n  {key}: 2\n  precision: fp32\n"))
+    (problem,) = caught.value.problems
+    assert problem.fix.startswith(f"remove {key}; hf-fsdp always runs FSDP2") and problem.near is None

@@ -122,3 +122,17 @@ def test_a_file_is_no_model(model_folder: Path) -> None:
     with pytest.raises(ModelAccessError, match="is a file, and a model is a folder") as caught:
         check_model_access(str(model_folder / "config.json"))
     check_model_access(caught.value.problems[0].fix.removeprefix("model_name_or_path: "))
+
+
+@pytest.mark.parametrize("name", ["./modle", "modle", "MISSPELT/model", "./MISSPELT/model"])
+def test_a_misspelt_relative_folder_is_not_to_be_downloaded(
+    name: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = model_folder.parent
+    monkeypatch.chdir(parent.parent)
+    where = f"{parent.name}/" if "MISSPELT" not in name else ""
+    misspelt = name.replace("./", f"./{where}") if where and "./" in name else where + name
+    with pytest.raises(ModelAccessError, match="there is no such folder|is not in the local cache") as caught:
+        check_model_access(misspelt.replace("MISSPELT", f"{parent.name}x"))
+    assert "hf download" not in str(caught.value)
+    check_model_access(caught.value.problems[0].fix.removeprefix("model_name_or_path: "))

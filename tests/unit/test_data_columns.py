@@ -100,3 +100,20 @@ def test_a_bad_rename_lists_the_columns() -> None:
 def test_a_rename_that_is_done_already_changes_nothing() -> None:
     dataset = Dataset.from_list(tiny.completions(1))
     assert rename_columns(dataset, ["instruction=prompt"]).column_names == dataset.column_names
+
+
+def test_a_wrong_rename_never_advises_a_column_its_own_name() -> None:
+    dataset = Dataset.from_list(tiny.conversations(1))
+    with pytest.raises(DataError, match="rename_columns='chat' is not OLD=NEW") as caught:
+        rename_columns(dataset, ["chat"])
+    assert caught.value.problems[0].fix == "remove rename_columns: the columns have the right names"
+    dataset = Dataset.from_list([{"instruction": "a", "output": "b"}])
+    with pytest.raises(DataError, match="is not OLD=NEW") as caught:
+        rename_columns(dataset, ["instructon=prompt"])
+    fix = caught.value.problems[0].fix.removeprefix("rename_columns: [").removesuffix("]")
+    assert rename_columns(dataset, [fix]).column_names == ["prompt", "output"]
+
+
+def test_renaming_a_column_to_its_own_name_changes_nothing() -> None:
+    dataset = Dataset.from_list(tiny.conversations(1))
+    assert rename_columns(dataset, ["messages=messages"]).column_names == ["messages"]

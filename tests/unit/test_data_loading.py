@@ -92,6 +92,38 @@ def test_a_broken_line_is_named_and_the_repair_works(tmp_path: Path) -> None:
     assert _rows(str(tmp_path / "data.repaired.jsonl")) == 3
 
 
+def test_a_binary_file_is_not_repaired_by_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe\x00\x01" * 20)
+    with pytest.raises(DataError, match="is not UTF-8 text") as caught:
+        load_splits(str(path))
+    assert "sed" not in str(caught.value) and "data.parquet" in caught.value.problems[0].fix
+    path.write_bytes(b"\x00\x01\x02\n" * 20)
+    with pytest.raises(DataError, match="is a binary file, not JSON") as caught:
+        load_splits(str(path))
+    assert "sed" not in str(caught.value)
+
+
+def test_text_of_another_encoding_is_converted_by_the_advice(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes('{"prompt": "caf\u00e9", "completion": "b"}\n'.encode("cp1252"))
+    with pytest.raises(DataError, match=r"is not UTF-8 text \(line 1\)") as caught:
+        load_splits(str(path))
+    subprocess.run(caught.value.problems[0].fix.partition("Windows: ")[2], shell=True, check=True)
+    assert load_splits(str(tmp_path / "data.repaired.jsonl"))["train"]["prompt"][0] == "caf\u00e9"
+
+
+def test_a_parquet_file_under_another_name_is_renamed_by_the_advice(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    path = tmp_path / "data.jsonl"
+    Dataset.from_list(tiny.completions(2)).to_parquet(str(path))
+    with pytest.raises(DataError, match="is not UTF-8 text|is a binary file") as caught:
+        load_splits(str(path))
+    subprocess.run(caught.value.problems[0].fix.partition("file: ")[2], shell=True, check=True)
+    assert _rows(str(tmp_path / "data.parquet")) == 2
+
+
 def test_a_broken_json_list_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[\n{"prompt": "a", "completion": "b"},\n{"prompt": oops}\n]')

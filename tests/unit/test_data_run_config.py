@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,97 @@ def test_a_misspelt_file_names_the_nearest(run_file: str) -> None:
     assert read_run_config([caught.value.problems[0].fix.removeprefix("give ")], KNOWN).path == run_file
 
 
-def test_accelerates_file_is_recognised(tmp_path: Path) -> None:
+def test_accelerates_file_is_recognised_and_the_right_command_printed(tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
-    with pytest.raises(ConfigError, match="accelerate launch --config_file"):
-        read_run_config([str(path)], KNOWN)
+    path.write_text(FSDPConfig().to_accelerate(num_processes=2))
+    with pytest.raises(ConfigError, match="is a launch file of Accelerate, not a run config") as caught:
+        read_run_config([str(path)], {*KNOWN, "use_cpu", "debug", "fsdp_config"})
+    assert caught.value.problems[0].fix == f"accelerate launch --config_file {path} recipes/text/train.py RUN_CONFIG"
+
+
+def test_trainers_own_section_in_a_run_config_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("max_steps: 1\nfsdp_config: {version: 2}\n")
+    with pytest.raises(ConfigError, match="fsdp_config is Trainer's own section") as caught:
+        read_run_config([str(path)], {*KNOWN, "fsdp_config"})
+    path.write_text("max_steps: 1\n" + caught.value.problems[0].fix.partition("write\n")[2])
+    assert read_run_config([str(path)], KNOWN).fsdp.precision.preset == "bf16-mixed"
+
+
+def test_keys_flags_and_the_fsdp_section_are_checked_together(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("max_stps: 1\nprecision: fp32\nfsdp: {warp: transformer_layers}\n")
+    with pytest.raises(ConfigError, match="^5 problems") as caught:
+        read_run_config([str(path), "--lerning-rate", "1e-4", "--fsdp.precison", "fp32"], KNOWN)
+    fixes = [problem.fix for problem in caught.value.problems]
+    assert fixes == [
+        "max_steps: 1",
+        "fsdp: {precision: fp32}",
+        "--learning_rate 1e-4",
+        "wrap: transformer_layers",
+        "precision: fp32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "fix"),
+    [
+        (["--lerning-rate=1e-4"], "--learning_rate 1e-4"),
+        (["--use_pfet"], "--use_peft"),
+        (["--precision", "fp32"], "--fsdp.precision fp32"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest_and_the_advice_works(flag: list[str], fix: str) -> None:
+    with pytest.raises(ConfigError, match="is not a flag of this recipe") as caught:
+        read_run_config(flag, KNOWN)
+    assert caught.value.problems[0].fix == fix
+    read_run_config(shlex.split(fix), KNOWN)
+
+
+def test_a_flag_that_resembles_nothing_and_one_switched_off() -> None:
+    with pytest.raises(ConfigError, match="--zzzz is not a flag of this recipe") as caught:
+        read_run_config(["--zzzz"], KNOWN)
+    assert caught.value.problems[0].fix == "remove --zzzz"
+    assert read_run_config(["--no_use_peft"], KNOWN).typed >= {"use_peft"}
+    assert read_run_config(["-h"], KNOWN).flags == ["--help"]
+
+
+def test_two_run_configs_are_refused(run_file: str) -> None:
+    for words in ([run_file, "b.yaml"], ["--config", run_file, "b.yaml"], ["b.yaml", "--config", run_file]):
+        with pytest.raises(ConfigError, match="there is more than one run config: ") as caught:
+            read_run_config(words, KNOWN)
+        assert run_file in caught.value.problems[0].fix and "b.yaml" in caught.value.problems[0].fix
+    with pytest.raises(ConfigError, match="the path of the run config is empty"):
+        read_run_config([""], KNOWN)
+
+
+@pytest.mark.parametrize(
+    "value", ["{precision: fp32, wrap: [LlamaDecoderLayer]}", "shard_grad_op auto_wrap", "something"]
+)
+def test_the_whole_section_as_a_flag_is_refused_and_the_advice_works(value: str, run_file: str) -> None:
+    with pytest.raises(ConfigError, match="the fsdp section is changed a key at a time") as caught:
+        read_run_config([run_file, "--fsdp", value], KNOWN)
+    fsdp = read_run_config(
+        shlex.split(caught.value.problems[0].fix.partition("e.g. ")[2] or caught.value.problems[0].fix), KNOWN
+    ).fsdp
+    if "shard_grad_op" in value:
+        assert fsdp.sharding.reshard_after_forward is False
+    else:
+        assert fsdp.precision.preset == "fp32"
+    assert fsdp.wrap.layer_classes == (("LlamaDecoderLayer",) if "Llama" in value else ())
+
+
+@pytest.mark.parametrize("flag", ["--fsdp", "--fsdp_config"])
+def test_the_words_of_fsdp1_are_not_needed(flag: str, run_file: str) -> None:
+    with pytest.raises(ConfigError, match="the fsdp section is changed a key at a time") as caught:
+        read_run_config([run_file, flag, "full_shard"], KNOWN)
+    assert caught.value.problems[0].fix.startswith(f"remove {flag}: every run")
+
+
+def test_a_flag_that_is_no_yaml_is_refused_and_the_advice_works(run_file: str) -> None:
+    with pytest.raises(ConfigError, match=r"--fsdp.wrap '\[A' is not valid YAML") as caught:
+        read_run_config([run_file, "--fsdp.wrap", "[A"], KNOWN)
+    assert read_run_config(shlex.split(caught.value.problems[0].fix), KNOWN).fsdp.wrap.layer_classes == ("A",)
 
 
 def test_overriding_with_nothing_changes_nothing() -> None:
