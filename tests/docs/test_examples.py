@@ -43,8 +43,17 @@ def test_the_readmes_script_diff_trains_sharded(tmp_path: Path) -> None:
     after = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("+", " "))
     before = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("-", " "))
     assert "FSDP" in after and "FSDP" not in before
-    script = tmp_path / "train.py"
-    script.write_text(PRELUDE + after.replace('"out"', f"{str(tmp_path / 'out')!r}, use_cpu=True, report_to=[]"))
+    printed = run_on_two_processes(
+        PRELUDE + after.replace('"out"', f"{str(tmp_path / 'out')!r}, report_to=[]"), tmp_path
+    )
+    assert "FSDP audit: LlamaForCausalLM on 2 processes (dp_shard 2), bf16-mixed" in printed
+    assert "sharded      100.0%" in printed
+
+
+def run_on_two_processes(code: str, folder: Path) -> str:
+    """Run a script as a person would, and return what it printed."""
+    script = folder / "train.py"
+    script.write_text(code)
     finished = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
         cwd=REPOSITORY,
@@ -54,8 +63,13 @@ def test_the_readmes_script_diff_trains_sharded(tmp_path: Path) -> None:
         timeout=120,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "FSDP audit: LlamaForCausalLM on 2 processes (dp_shard 2), bf16-mixed" in finished.stdout
-    assert "sharded      100.0%" in finished.stdout
+    return finished.stdout
+
+
+def test_the_readmes_plain_loop_shards_and_prints_the_audit(tmp_path: Path) -> None:
+    (block,) = (block for block in readme_blocks("python") if "apply_fsdp" in block)
+    printed = run_on_two_processes("import torch\n" + PRELUDE + block, tmp_path)
+    assert printed.count("FSDP audit: LlamaForCausalLM on 2 processes (dp_shard 2), bf16-mixed") == 2
 
 
 def test_every_file_and_command_the_readme_names_exists() -> None:
