@@ -19,8 +19,6 @@ from transformers import (
     LlamaForSequenceClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -30,8 +28,8 @@ from hf_fsdp import FSDPCallback, FSDPConfig, apply_fsdp
 from hf_fsdp.errors import HfFsdpError
 from hf_fsdp.sharding.agree import checksum
 from hf_fsdp.sharding.audit import audit_sharding
-from tests.distributed.tiny_models import CONFIGS, build_model
-from tests.distributed.training import Run, build_dataset, build_run_model, fsdp_config, train, whole
+from tests.distributed.tiny_models import CONFIGS, build_model, build_t5
+from tests.distributed.training import QUIET_ARGUMENTS, Run, build_dataset, build_run_model, fsdp_config, train, whole
 
 FP32 = FSDPConfig(precision="fp32")
 
@@ -39,11 +37,7 @@ FP32 = FSDPConfig(precision="fp32")
 def make_arguments(folder: str, config: FSDPConfig | None = FP32, **overrides: Any) -> TrainingArguments:
     arguments: dict[str, Any] = {
         "output_dir": folder,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
+        **QUIET_ARGUMENTS,
         "max_steps": 3,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -170,22 +164,11 @@ def generate_with_different_lengths(rank: int, world_size: int) -> dict[str, Any
 
 
 def seq2seq_with_generation(rank: int, world_size: int) -> dict[str, Any]:
-    config = T5Config(
-        vocab_size=67,
-        d_model=32,
-        d_ff=48,
-        d_kv=8,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        dropout_rate=0.1,
-    )
-    torch.manual_seed(0)
     with workspace() as folder:
         trainer = make_trainer(
             folder,
             FSDPConfig(precision="fp32", activation_checkpointing="full"),
-            model=T5ForConditionalGeneration(config),
+            model=build_t5(dropout=0.1),
             trainer_cls=Seq2SeqTrainer,
             cls=Seq2SeqTrainingArguments,
             predict_with_generate=True,

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_fsdp import FSDPCallback, FSDPConfig
 from tests.distributed.tiny_models import build_model
-from tests.distributed.training import GradientRecorder, whole
+from tests.distributed.training import QUIET_ARGUMENTS, GradientRecorder, whole
 
 WORDS = "the quick brown fox jumps over a lazy dog while nine small birds watch from one old tree".split()
 
@@ -56,11 +56,7 @@ def _train(
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
         arguments: dict[str, Any] = {
             "output_dir": folder,
-            "use_cpu": True,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_steps": 1,
+            **QUIET_ARGUMENTS,
             "max_steps": 3,
             "per_device_train_batch_size": 4 // world_size,
             "learning_rate": 1e-2,

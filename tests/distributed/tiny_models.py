@@ -13,6 +13,8 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen3Config,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VOCABULARY = 67
@@ -52,6 +54,22 @@ CONFIGS = {
         dropout=0.0,
     ),
 }
+
+
+def build_t5(dropout: float) -> PreTrainedModel:
+    """An encoder-decoder whose loss is its own, seeded."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_ff=48,
+        d_kv=8,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=dropout,
+    )
+    return T5ForConditionalGeneration(config)
 
 
 def build_model(

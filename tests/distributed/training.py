@@ -16,6 +16,14 @@ from hf_fsdp import FSDPCallback, FSDPConfig
 from tests.distributed.tiny_models import VOCABULARY, build_model
 
 SEQUENCE_TOKENS = 12
+# What every test run says to Trainer: on the CPU, every step logged, nothing sent, nothing saved.
+QUIET_ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +124,7 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {
             "output_dir": folder,
-            "use_cpu": True,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_steps": 1,
+            **QUIET_ARGUMENTS,
             "max_steps": run.num_steps,
             "per_device_train_batch_size": run.micro_batch // world_size,
             "gradient_accumulation_steps": run.accumulation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from transformers import (
     BertForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
 )
@@ -36,7 +35,7 @@ from tests.distributed.behaviour_cases import (
     workspace,
 )
 from tests.distributed.harness import forget_accelerate
-from tests.distributed.tiny_models import CONFIGS, build_model
+from tests.distributed.tiny_models import CONFIGS, build_model, build_t5
 from tests.distributed.training import Run, build_dataset, build_run_model, train, whole
 
 
@@ -45,25 +44,8 @@ def label_smoothing(rank: int, world_size: int) -> dict[str, Any]:
     return {"losses": result["losses"], "weights": result["weights"]}
 
 
-def _tiny_t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=67,
-            d_model=32,
-            d_ff=48,
-            d_kv=8,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-        )
-    )
-
-
 def model_that_ignores_num_items(rank: int, world_size: int) -> dict[str, Any]:
     """T5 takes `**kwargs` and does not scale its loss; the same global batch on any number of processes."""
-    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = make_arguments(
@@ -75,7 +57,9 @@ def model_that_ignores_num_items(rank: int, world_size: int) -> dict[str, Any]:
             max_grad_norm=0.0,
         )
         dataset = build_dataset(16, uneven=False)
-        trainer = Trainer(model=_tiny_t5(), args=arguments, train_dataset=dataset, callbacks=[FSDPCallback(FP32)])
+        trainer = Trainer(
+            model=build_t5(dropout=0.0), args=arguments, train_dataset=dataset, callbacks=[FSDPCallback(FP32)]
+        )
         trainer.train()
         norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
         return {"losses": losses_of(trainer), "norms": [float(norm) for norm in norms]}
@@ -90,7 +74,7 @@ def losses_in_float32(rank: int, world_size: int) -> dict[str, Any]:
     )
     found = {}
     for name, build, inputs in (
-        ("t5", _tiny_t5, {"input_ids": ids, "labels": ids}),
+        ("t5", lambda: build_t5(dropout=0.0), {"input_ids": ids, "labels": ids}),
         (
             "bert",
             lambda: BertForSequenceClassification(bert_config),
