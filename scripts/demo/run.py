@@ -121,7 +121,8 @@ def show_next_commands(model: Path) -> None:
         f"wandb sync {offline_runs[-1]}" if offline_runs else "(no W&B run was recorded)",
         f"source {os.path.relpath(sys.prefix)}/bin/activate      # then:",
         f"accelerate launch --config_file {LAUNCH_FILE} {RECIPE} {CONFIG} \\\n"
-        f"      --model_name_or_path {model} --dataset_name YOUR.jsonl --eval_file '' --output_dir runs/mine",
+        f"      --model_name_or_path {model} --dataset_name YOUR.jsonl --eval_file '' --eval_fraction 0.1 \\\n"
+        "      --output_dir runs/mine",
         "# with GPUs:",
         "hf-fsdp config llama-2-7b --gpus 8 --method lora -o fsdp.yaml",
         "accelerate launch --config_file fsdp.yaml recipes/text/train.py configs/train/llama2_7b_lora.yaml",
