@@ -111,6 +111,17 @@ def test_models_that_cannot_be_sharded_right_are_refused_and_the_advice_works(tw
         assert "prompts are learned beside the model" in rank["prompt"]
 
 
+def test_mixed_dtypes_in_a_unit_become_what_the_precision_says_and_float64_is_refused(two: dict[str, Outcome]) -> None:
+    for rank in ranks(two, "mixed_dtypes_in_a_unit"):
+        assert rank["stored"] == {
+            "fp32": ["torch.float32"],
+            "bf16-mixed": ["torch.float32"],
+            "bf16-true": ["torch.bfloat16"],
+        }
+        assert "model.layers.0.input_layernorm.weight (float64)" in rank["error"]
+        assert "model.float()" in rank["error"]
+
+
 def test_optimizers_that_need_whole_matrices_are_refused(two: dict[str, Outcome]) -> None:
     for rank in ranks(two, "unfit_optimizers"):
         for name in ("adafactor", "adagrad"):

@@ -279,6 +279,26 @@ def unfit_models(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+def mixed_dtypes_in_a_unit(rank: int, world_size: int) -> dict[str, Any]:
+    """bf16 weights beside fp32 norms become what the precision says; float64 is refused, and the advice works."""
+
+    def mixed(odd: torch.dtype) -> nn.Module:
+        model = build_model("llama", tied=False, dtype=torch.bfloat16)
+        for layer in model.model.layers:
+            layer.input_layernorm.to(odd)
+        return model
+
+    stored = {}
+    for precision in ("fp32", "bf16-mixed", "bf16-true"):
+        model = mixed(torch.float32)
+        apply_fsdp(model, FSDPConfig(precision=precision))
+        model(input_ids=torch.full((1, 4), 5), labels=torch.full((1, 4), 5)).loss.backward()
+        stored[precision] = sorted({str(parameter.grad.dtype) for parameter in model.parameters()})
+    fixed = mixed(torch.float64).float()
+    apply_fsdp(fixed, FP32)
+    return {"stored": stored, "error": _error(lambda: apply_fsdp(mixed(torch.float64), FP32))}
+
+
 def unfit_optimizers(rank: int, world_size: int) -> dict[str, Any]:
     errors = {}
     for name in ("adafactor", "adagrad"):
@@ -326,6 +346,7 @@ CASES = {
         save_pretrained_on_all_ranks,
         nan_between_logged_steps_is_not_saved,
         unfit_models,
+        mixed_dtypes_in_a_unit,
         unfit_optimizers,
         odd_memory_layouts,
         save_pretrained_on_one_rank,  # last: its barrier fails, and the group is not to be trusted afterwards
