@@ -160,6 +160,8 @@ class FSDPCallback(TrainerCallback):
         if self._attached is not None and model is not None and control.should_save:
             self._attached.before_save(model, state.global_step)
 
+    on_epoch_end = on_step_end  # `save_strategy="epoch"` decides only there
+
     def on_optimizer_step(
         self,
         args: TrainingArguments,
@@ -180,7 +182,8 @@ class FSDPCallback(TrainerCallback):
         given = self._config or carried or FSDPConfig()
         stated = trainer_seam.read_training_arguments(args)
         if carried is not None and self._config is not None:
-            stated = {**stated_by(carried, "TrainingArguments.fsdp_config"), **stated}
+            merge(carried, stated, {})  # raises where the arguments contradict themselves
+            stated = {**stated, **stated_by(carried, "TrainingArguments.fsdp_config")}
         merged = merge(
             given,
             stated,

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -20,50 +20,62 @@ from hf_fsdp.config.precedence import Stated
 from hf_fsdp.errors import Problem
 from hf_fsdp.integrations.accelerate import active_backend, current_plugin, replace_method
 from hf_fsdp.policies.blocks import class_name
-from hf_fsdp.policies.raw_reads import forward_functions
 from hf_fsdp.sharding.apply import get_applied_sharding
+from hf_fsdp.sharding.mesh import agree_all
 
 # Adafactor factors whole matrices, which no rank has; Adagrad makes whole state before anything is sharded.
 _REFUSED_OPTIMIZERS = ("adafactor", "adagrad", "paged_adamw", "paged_lion")
 
 
+_PROBED = "_hf_fsdp_loss_scales"
+
+
 def install_trainer_seam() -> None:
     """Make `Trainer.save_model` write a model under every state dict type, once."""
     replace_method(Trainer, "save_model", _save_model)
-    replace_method(Trainer, "train", _train)
+    replace_method(Trainer, "training_step", _training_step)
 
 
-def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+def _training_step(
+    original: Callable[..., Any], trainer: Trainer, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+) -> Any:
     """Take back Trainer's belief that a model scales its loss by `num_items_in_batch`, where it does not.
 
     Trainer believes it of every forward with ``**kwargs`` and multiplies the loss by the number of processes to make
-    up for it; T5, BERT and others ignore the argument, so loss and gradients would be that many times too large.
+    up for it; T5, BERT, classification heads and others ignore the argument, so loss and gradients would be that many
+    times too large. The loss itself is asked, once: twice the items must give half of it.
     """
-    if (
-        active_backend() is not None
-        and trainer.model_accepts_loss_kwargs
-        and trainer.compute_loss_func is None
-        and not _scales_its_loss(trainer.model)
-    ):
-        trainer.model_accepts_loss_kwargs = False
-        if trainer.is_world_process_zero():
-            name = class_name(trainer.model)
-            print(f"hf-fsdp: {name} ignores num_items_in_batch, so its loss is averaged over batches, not over tokens")
-    return original(*args, **kwargs)
+    own_loss = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
+    if active_backend() is None or own_loss:
+        return original(model, inputs, num_items_in_batch)
+    if num_items_in_batch is not None and trainer.model_accepts_loss_kwargs and not hasattr(trainer, _PROBED):
+        scales = _loss_scales(trainer, model, inputs, num_items_in_batch)
+        if scales is not None:
+            setattr(trainer, _PROBED, scales)
+            trainer.model_accepts_loss_kwargs = scales
+            if not scales and trainer.is_world_process_zero():
+                name = class_name(model)
+                print(f"hf-fsdp: {name} ignores num_items_in_batch: its loss is averaged over batches, not tokens")
+    if getattr(trainer, _PROBED, None) is False:
+        num_items_in_batch = None
+    return original(model, inputs, num_items_in_batch)
 
 
-def _scales_its_loss(model: nn.Module) -> bool:
-    functions = (function for module in model.modules() for function in forward_functions(module))
-    return any(_mentions_loss_scale(function) for function in set(functions))
-
-
-@functools.lru_cache(maxsize=4096)
-def _mentions_loss_scale(function: Callable[..., Any]) -> bool:
+def _loss_scales(trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
+    """Whether the loss follows the number of items, on any rank; None when this batch cannot tell. Collective."""
+    was_training = model.training
+    model.eval()  # no dropout, so that the random stream stays where it is
     try:
-        source = inspect.getsource(function.__code__)
-    except (OSError, TypeError):
-        return True  # cannot be told: leave Trainer's belief as it is
-    return "num_items_in_batch" in source or "loss_function" in source
+        with torch.no_grad():
+            once, twice = (
+                float(trainer.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=items))
+                for items in (num_items, 2 * num_items)
+            )
+    finally:
+        model.train(was_training)
+    told = abs(once - twice) > 0.1 * abs(once) if math.isfinite(once) and once != 0 else None
+    votes = [vote for vote in agree_all(told) if vote is not None]
+    return any(votes) if votes else None
 
 
 def _save_model(

@@ -145,7 +145,7 @@ def _keep_class_names(model: nn.Module) -> None:
     Label smoothing shifts the labels of `LlamaForCausalLM` and not of `FSDPLlamaForCausalLM`.
     """
     for cls in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
-        cls.__name__ = cls.__qualname__ = cls.__name__.removeprefix("FSDP")
+        cls.__name__ = cls.__qualname__ = cls.__bases__[-1].__name__
 
 
 # -- units ------------------------------------------------------------------------------------------------------------

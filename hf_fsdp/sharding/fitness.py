@@ -12,7 +12,7 @@ from hf_fsdp.errors import PrecisionError, Problem, ShardingError
 from hf_fsdp.policies.precision import PrecisionTable, check_storable
 from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 
-_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop")
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop", "speech_encoder_layerdrop")
 
 
 def refuse_unfit_model(model: nn.Module, config: FSDPConfig, precision: PrecisionTable) -> None:
@@ -37,7 +37,9 @@ def refuse_unfit_model(model: nn.Module, config: FSDPConfig, precision: Precisio
         raise PrecisionError(
             f"precision.preset={precision.preset!r} gives {batch_norms[0]} and {len(batch_norms) - 1} more batch norms "
             "weights in bfloat16 beside statistics in float32, which torch does not compute with",
-            fix=f"precision: {{preset: {precision.preset}, keep_norms_fp32: true}}",
+            fix=f"precision: {{preset: {precision.preset}, keep_norms_fp32: true}}"
+            if GROUPS_CAST_EACH_MODULE
+            else "precision: fp32, or torch 2.13 and keep_norms_fp32: true",
         )
 
 
@@ -72,8 +74,12 @@ def _check_scalars(model: nn.Module) -> Problem | None:
 def _check_layer_drop(model: nn.Module) -> Problem | None:
     """Ranks that skip different layers pair up the gathers of different layers, without an error."""
     for name, module in model.named_modules():
+        # wav2vec2 and its family read it from their config at every forward.
+        in_config = (
+            getattr(module, "config", None) if isinstance(getattr(module, "layers", None), nn.ModuleList) else None
+        )
         for attribute in _LAYER_DROPS:
-            value = vars(module).get(attribute)
+            value = vars(module).get(attribute, getattr(in_config, attribute, None))
             if isinstance(value, float) and value > 0:
                 return Problem(
                     message=f"{name or type(module).__name__}.{attribute}={value}: every rank would skip layers of its "

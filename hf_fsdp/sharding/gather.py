@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections import Counter
 from datetime import timedelta
@@ -71,17 +72,20 @@ def make_save_collective(model: nn.Module, applied: AppliedSharding) -> None:
     if original is None:
         return
 
+    names = list(inspect.signature(original).parameters)
+
     @functools.wraps(original)
-    def save_pretrained(save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(names, args, strict=False))
         if kwargs.get("state_dict") is None:
             _wait_for_all_ranks()
             kwargs["state_dict"] = gather_state_dict(model, applied)
             kwargs["is_main_process"] = dist.get_rank() == 0
             if not kwargs["is_main_process"]:
                 return None
-        result = original(save_directory, *args, **kwargs)
+        result = original(**kwargs)
         if kwargs.get("is_main_process", True):
-            _write_saved_dtype(Path(save_directory), applied)
+            _write_saved_dtype(Path(kwargs["save_directory"]), applied)
         return result
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from hf_fsdp.policies.raw_reads import forward_functions
 
 # Functions whose result is a loss. A sum over a batch in bf16 keeps 8 bits; autocast runs them in float32, and so do
 # transformers' causal language models by themselves, but not its T5, BERT or ViT.
@@ -27,6 +33,11 @@ _LOSSES = frozenset(
 )
 
 
+_TARGET = re.compile(r"(^|_)(labels?|targets?|weights?)$", re.IGNORECASE)
+# The names under which a forward computes a loss by itself; transformers' `self.loss_function` upcasts already.
+_LOSS_NAMES = re.compile(r"Loss\(|cross_entropy|mse_loss|l1_loss|nll_loss|kl_div|ctc_loss|huber_loss")
+
+
 def install_root_hooks(model: nn.Module, compute: torch.dtype, units: Iterable[nn.Module]) -> None:
     """Register what a sharded model needs around its own forward; after `fully_shard`, so that these run inside.
 
@@ -36,11 +47,13 @@ def install_root_hooks(model: nn.Module, compute: torch.dtype, units: Iterable[n
         units: a module of every unit, to be freed after a forward without gradients.
     """
     if compute is not torch.float32:
-        model.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)
-        if not type(model).__name__.endswith("ForCausalLM"):
+        names = tuple(inspect.signature(model.forward).parameters)
+        model.register_forward_pre_hook(functools.partial(_cast_inputs, compute, names), with_kwargs=True)
+        if any(_has_loss_function(function) for module in model.modules() for function in forward_functions(module)):
             _compute_losses_in_float32(model)
     sharded = [module for module in units if isinstance(module, FSDPModule)]
     model.register_forward_hook(functools.partial(_free_after_forward, sharded), always_call=True)
+    _free_before_optimizer_steps(model, sharded)
     if hasattr(model, "generate"):
         method: Any = model.generate
         model.generate = _freeing_method(method, sharded)  # type: ignore[assignment]
@@ -57,6 +70,24 @@ def _free_after_forward(units: Sequence[FSDPModule], module: nn.Module, inputs: 
             unit.reshard()
 
 
+_step_hooks: list[Any] = []
+_units_of_models: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _free_before_optimizer_steps(model: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Also after a forward with gradients that got no backward: the step must reach what the next forward reads."""
+    if not _step_hooks:
+        _step_hooks.append(register_optimizer_step_pre_hook(_free_all))
+    _units_of_models[model] = [weakref.ref(unit) for unit in units]
+
+
+def _free_all(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for units in list(_units_of_models.values()):
+        for reference in units:
+            if (unit := reference()) is not None:
+                unit.reshard()
+
+
 def _freeing_method(method: Callable[..., Any], units: Sequence[FSDPModule]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -70,21 +101,30 @@ def _freeing_method(method: Callable[..., Any], units: Sequence[FSDPModule]) -> 
 
 
 def _cast_inputs(
-    compute: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    compute: torch.dtype, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Cast what layers compute with. Labels, weights and other values per sample (1-D) keep their precision."""
+    """Cast what layers compute with. Labels and weights of samples keep their precision, by name or by position."""
 
     def cast(value: Any) -> Any:
-        is_input = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
-        return value.to(compute) if is_input else value
+        return value.to(compute) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    return tree_map(cast, args), {
-        name: value if _is_target(name) else tree_map(cast, value) for name, value in kwargs.items()
+    def cast_input(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cast_input(str(key), item) for key, item in value.items()}
+        return value if _TARGET.search(name) else tree_map(cast, value)
+
+    named = (*names, *("" for _ in args))
+    return tuple(cast_input(named[index], value) for index, value in enumerate(args)), {
+        name: cast_input(name, value) for name, value in kwargs.items()
     }
 
 
-def _is_target(name: str) -> bool:
-    return any(word in name.lower() for word in ("label", "target", "weight"))
+@functools.lru_cache(maxsize=4096)
+def _has_loss_function(function: Callable[..., Any]) -> bool:
+    try:
+        return _LOSS_NAMES.search(inspect.getsource(function.__code__)) is not None
+    except (OSError, TypeError):
+        return True
 
 
 def _compute_losses_in_float32(model: nn.Module) -> None:

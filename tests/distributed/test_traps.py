@@ -44,6 +44,16 @@ def test_a_model_that_ignores_num_items_has_the_loss_of_one_process(
         assert rank["norms"] == pytest.approx(twin["norms"], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["head", "own"])
+def test_other_losses_have_the_gradients_of_one_process(
+    kind: str, two: dict[str, Outcome], single: dict[str, Outcome]
+) -> None:
+    twin = ranks(single, "other_losses")[0][kind]
+    for rank in ranks(two, "other_losses"):
+        assert rank[kind]["norms"] == pytest.approx(twin["norms"], abs=1e-5)
+        assert rank[kind]["losses"] == pytest.approx(twin["losses"], abs=1e-5)
+
+
 @pytest.mark.parametrize("family", ["t5", "bert"])
 def test_bf16_losses_are_computed_in_float32(family: str, two: dict[str, Outcome]) -> None:
     for rank in ranks(two, "losses_in_float32"):
@@ -102,11 +112,15 @@ def test_weights_are_not_saved_after_a_step_on_a_loss_that_is_not_finite(two: di
         assert rank["error"].startswith("NumericsError: step 3: the loss is not finite on rank 1")
         assert "go on from a checkpoint before step 3" in rank["error"]
         assert rank["saved"] == ["checkpoint-2"]
+    for rank in ranks(two, "nan_is_not_saved_at_the_end_of_an_epoch"):
+        assert "go on from a checkpoint before step 3" in rank["error"]
+        assert rank["saved"] == []
 
 
 def test_models_that_cannot_be_sharded_right_are_refused_and_the_advice_works(two: dict[str, Outcome]) -> None:
     for rank in ranks(two, "unfit_models"):
         assert "layerdrop=0.1: every rank would skip layers" in rank["layerdrop"]
+        assert "layerdrop=0.1: every rank would skip layers" in rank["layerdrop_in_config"]
         assert "keep_norms_fp32: true" in rank["batch_norm"]
         assert "prompts are learned beside the model" in rank["prompt"]
 

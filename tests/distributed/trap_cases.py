@@ -12,19 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from datasets import Dataset
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
+    LlamaForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
     Trainer,
     TrainerCallback,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
 )
 
 from hf_fsdp import FSDPCallback, FSDPConfig, apply_fsdp
 from hf_fsdp.sharding import gather
+from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 from tests.distributed.behaviour_cases import (
     FP32,
     _error,
@@ -63,6 +68,46 @@ def model_that_ignores_num_items(rank: int, world_size: int) -> dict[str, Any]:
         trainer.train()
         norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
         return {"losses": losses_of(trainer), "norms": [float(norm) for norm in norms]}
+
+
+class _OwnLoss(Trainer):
+    """Takes the number of items itself, and needs it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        logits, labels = outputs.logits[:, :-1], inputs["labels"][:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+        return loss * self.accelerator.num_processes
+
+
+def other_losses(rank: int, world_size: int) -> dict[str, Any]:
+    """A classification head that ignores the number of items, and a Trainer whose own loss divides by it."""
+    found = {}
+    rows = build_dataset(16, uneven=False)
+    classes = Dataset.from_dict({"input_ids": rows["input_ids"], "labels": [index % 3 for index in range(16)]})
+    config = CONFIGS["llama"]()
+    config.num_labels = 3
+    torch.manual_seed(0)
+    head = LlamaForSequenceClassification(config)
+    for name, cls, model, dataset in (
+        ("head", Trainer, head, classes),
+        ("own", _OwnLoss, build_model("llama", tied=False), build_dataset(16)),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = {"per_device_train_batch_size": 4 // world_size, "optim": "sgd", "max_grad_norm": 0.0}
+            trainer = cls(
+                model=model,
+                args=make_arguments(folder, FP32, **sizes),
+                train_dataset=dataset,
+                callbacks=[FSDPCallback(FP32)],
+            )
+            trainer.train()
+            norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+            found[name] = {"norms": norms, "losses": losses_of(trainer)}
+        forget_accelerate()
+    return found
 
 
 def losses_in_float32(rank: int, world_size: int) -> dict[str, Any]:
@@ -131,6 +176,7 @@ class _LooksDuringTheStep(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._look(model)
+        model(input_ids=torch.full((1, 4), 6))  # with gradients, and without a backward
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._look(model)
@@ -245,6 +291,21 @@ def nan_between_logged_steps_is_not_saved(rank: int, world_size: int) -> dict[st
         return {"error": error, "saved": sorted(p.name for p in Path(folder).glob("checkpoint-*"))}
 
 
+def nan_is_not_saved_at_the_end_of_an_epoch(rank: int, world_size: int) -> dict[str, Any]:
+    with workspace() as folder:
+        trainer = make_trainer(
+            folder,
+            callbacks=[_PoisonStepThree()],
+            max_steps=-1,
+            num_train_epochs=1,
+            logging_steps=50,
+            save_strategy="epoch",
+        )
+        error = _error(trainer.train)
+        dist.barrier()
+        return {"error": error, "saved": sorted(p.name for p in Path(folder).glob("checkpoint-*"))}
+
+
 def unfit_models(rank: int, world_size: int) -> dict[str, Any]:
     """Each is refused before anything is changed; what the advice says works."""
     from peft import PromptTuningConfig, get_peft_model
@@ -267,12 +328,29 @@ def unfit_models(rank: int, world_size: int) -> dict[str, Any]:
         build_model("llama", tied=False), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
     norm_fixed = WithBatchNorm()
-    apply_fsdp(norm_fixed, FSDPConfig(precision={"preset": "bf16-mixed", "keep_norms_fp32": True}, **wrap))
+    advised = {"preset": "bf16-mixed", "keep_norms_fp32": True} if GROUPS_CAST_EACH_MODULE else "fp32"
+    apply_fsdp(norm_fixed, FSDPConfig(precision=advised, **wrap))
     norm_fixed(torch.randn(4, 4)).sum().backward()
     fixed = opt(0.0).train()
     apply_fsdp(fixed, FP32)
     fixed(input_ids=torch.full((1, 4), 5), labels=torch.full((1, 4), 5)).loss.backward()
+    speech = Wav2Vec2Model(
+        Wav2Vec2Config(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            conv_dim=(8, 8),
+            conv_stride=(2, 2),
+            conv_kernel=(3, 3),
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            num_feat_extract_layers=2,
+            layerdrop=0.1,
+        )
+    )
     return {
+        "layerdrop_in_config": _error(lambda: apply_fsdp(speech, FP32)),
         "layerdrop": _error(lambda: apply_fsdp(opt(0.1), FP32)),
         "batch_norm": _error(lambda: apply_fsdp(WithBatchNorm(), FSDPConfig(precision="bf16-mixed", **wrap))),
         "prompt": _error(lambda: apply_fsdp(prompts, FP32)),
@@ -335,6 +413,7 @@ CASES = {
     for case in (
         label_smoothing,
         model_that_ignores_num_items,
+        other_losses,
         losses_in_float32,
         labels_keep_their_precision,
         forwards_around_the_step,
@@ -345,6 +424,7 @@ CASES = {
         stock_trainer_afterwards,
         save_pretrained_on_all_ranks,
         nan_between_logged_steps_is_not_saved,
+        nan_is_not_saved_at_the_end_of_an_epoch,
         unfit_models,
         mixed_dtypes_in_a_unit,
         unfit_optimizers,
@@ -352,4 +432,4 @@ CASES = {
         save_pretrained_on_one_rank,  # last: its barrier fails, and the group is not to be trusted afterwards
     )
 }
-TWINS = ["label_smoothing", "model_that_ignores_num_items"]
+TWINS = ["label_smoothing", "model_that_ignores_num_items", "other_losses"]
