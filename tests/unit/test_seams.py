@@ -314,6 +314,17 @@ def test_the_training_arguments_that_are_read_exist() -> None:
     )
 
 
+def test_a_training_step_is_handed_the_items_and_computes_the_loss_with_them() -> None:
+    step = inspect.unwrap(Trainer.training_step)
+    assert list(inspect.signature(step).parameters) == ["self", "model", "inputs", "num_items_in_batch"], (
+        "integrations.trainer._training_step stands in for Trainer.training_step"
+    )
+    assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
+    assert "self.model_accepts_loss_kwargs" in inspect.getsource(Trainer.compute_loss), (
+        "integrations.trainer._training_step sets Trainer.model_accepts_loss_kwargs, and nothing asks for it any more"
+    )
+
+
 # -- transformers' models ---------------------------------------------------------------------------------------------
 
 
