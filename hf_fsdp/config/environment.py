@@ -60,19 +60,6 @@ def stray_fsdp_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(strays)
 
 
-def check_stray_environment(environ: Mapping[str, str]) -> list[Problem]:
-    """Return one problem for each stray variable, with the command that removes it."""
-    return [
-        Problem(
-            message=f"{name}={environ[name]} is set, but no `accelerate launch` set FSDP up; "
-            "Accelerate would read it all the same",
-            fix=f"unset {name}",
-            source=f"environment variable {name}",
-        )
-        for name in stray_fsdp_variables(environ)
-    ]
-
-
 def scrubbed_fsdp_environment(environ: Mapping[str, str]) -> Scrub:
     """Return which variables to remove so that nothing stray reaches Accelerate, and the line to print."""
     names = stray_fsdp_variables(environ)

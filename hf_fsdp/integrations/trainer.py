@@ -31,7 +31,7 @@ _PROBED = "_hf_fsdp_loss_scales"
 
 
 def install_trainer_seam() -> None:
-    """Make `Trainer.save_model` write a model under every state dict type, once."""
+    """Put the seams of saving and of the loss in place; calling it again changes nothing."""
     replace_method(Trainer, "save_model", _save_model)
     replace_method(Trainer, "training_step", _training_step)
 

@@ -234,10 +234,10 @@ def _repeated_classes(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the class a person wrote: of the model inside PEFT, and without the prefix that `fully_shard` adds."""
+    """Return the class a person wrote: of the model inside PEFT."""
     get_base_model: Any = getattr(module, "get_base_model", None)
     inner = module if get_base_model is None else get_base_model()
-    return type(inner).__name__.removeprefix("FSDP")
+    return type(inner).__name__
 
 
 def _model_size(model: nn.Module) -> str:

@@ -105,7 +105,9 @@ def apply_fsdp(
         ties=shared_owners(model),
         load_dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
     )
-    held = [_detach_parameters(optimizer, model) for optimizer in optimizers]
+    held = [_parameter_names(optimizer, model) for optimizer in optimizers]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = []  # a reference from the optimizer would keep every whole parameter alive until the end
     applied.replaced_model_checkpointing = turn_off_model_checkpointing(model)
     applied.num_checkpointed = apply_activation_checkpointing(model, config.activation_checkpointing, plan.blocks)
     disable_cache_in_training(model)
@@ -249,11 +251,10 @@ def _set_prefetch(plan: WrapPlan, config: FSDPConfig) -> None:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _detach_parameters(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Take the parameters out of `optimizer` and return their names by group.
+def _parameter_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return the names of `optimizer`'s parameters by group.
 
-    By name and not by data pointer: the empty shards of small parameters all have pointer 0. Taken out, because a
-    reference from the optimizer would keep every whole parameter alive until the end.
+    By name and not by data pointer: the empty shards of small parameters all have pointer 0.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if optimizer.state:
@@ -268,10 +269,7 @@ def _detach_parameters(optimizer: Optimizer, model: nn.Module) -> list[list[str]
             f"(shape {list(strangers[0].shape)})",
             fix="build the optimizer from model.parameters() of the model that you train",
         )
-    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = []
-    return held
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _attach_parameters(optimizer: Optimizer, model: nn.Module, held: list[list[str]]) -> None:

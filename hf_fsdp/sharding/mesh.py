@@ -94,15 +94,6 @@ def agree_all(value: Any) -> list[Any]:
     return gathered
 
 
-def agree_max(value: int) -> int:
-    """Return the largest `value` of any rank; collective, about 0.6 ms between two processes of one machine."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=agreement_group())
-    return int(tensor.item())
-
-
 def _nearest_divisor(wanted: int, world_size: int) -> int:
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return min(divisors, key=lambda size: (abs(size - wanted), size))

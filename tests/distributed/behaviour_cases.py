@@ -603,8 +603,8 @@ def plain_loop(rank: int, world_size: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
-        ids = torch.arange(24).reshape(4, 6) % 60 + 3
-        shard = ids[rank * 4 // world_size : (rank + 1) * 4 // world_size]
+        ids = torch.arange(36).reshape(6, 6) % 60 + 3
+        shard = ids[rank * 6 // world_size : (rank + 1) * 6 // world_size]
         loss = model(input_ids=shard, labels=shard).loss
         loss.backward()
         optimizer.step()
