@@ -6,6 +6,9 @@ shards. Torch's own names, so that a mesh of another library reads the same.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from typing import Any
 
 import torch
@@ -82,7 +85,24 @@ def agreement_group() -> dist.ProcessGroup:
     if default not in _agreement_groups:
         _agreement_groups.clear()  # an earlier default group is gone with its side group
         _agreement_groups[default] = dist.new_group(backend="gloo")
+        _pause_at_exit()
     return _agreement_groups[default]
+
+
+# Long enough for a thread that is ready to run to be given a core, on a machine with many more threads than cores.
+EXIT_PAUSE_SECONDS = 0.2
+
+
+@functools.cache
+def _pause_at_exit() -> None:
+    """Let gloo's threads hand back their last tensors before the interpreter goes; registered once.
+
+    A thread of gloo that is late drops the tensors of a finished collective after the main thread has left it. Doing
+    so during the interpreter's own end it asks for a lock that is gone, and the process dies with "terminate called
+    without an active exception" after a training that went well (seen in 1 of 30 exits on a loaded machine). Torch has
+    no call that waits for these threads, and destroying a group does not while a mesh or a module still refers to it.
+    """
+    atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
 
 
 def agree_all(value: Any) -> list[Any]:
