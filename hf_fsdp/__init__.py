@@ -11,16 +11,29 @@ if TYPE_CHECKING:
     from hf_fsdp.config.schema import FSDPConfig
     from hf_fsdp.integrations.callback import FSDPCallback
     from hf_fsdp.integrations.metrics import MetricsCallback
+    from hf_fsdp.integrations.plain_loop import build_accelerator
+    from hf_fsdp.integrations.samples import SamplesCallback
     from hf_fsdp.sharding.apply import apply_fsdp
     from hf_fsdp.sharding.audit import audit_sharding
 
 __version__ = "0.1.0"
-__all__ = ["FSDPCallback", "FSDPConfig", "MetricsCallback", "__version__", "apply_fsdp", "audit_sharding"]
+__all__ = [
+    "FSDPCallback",
+    "FSDPConfig",
+    "MetricsCallback",
+    "SamplesCallback",
+    "__version__",
+    "apply_fsdp",
+    "audit_sharding",
+    "build_accelerator",
+]
 
 _HOMES = {
     "FSDPConfig": "hf_fsdp.config.schema",
     "FSDPCallback": "hf_fsdp.integrations.callback",
     "MetricsCallback": "hf_fsdp.integrations.metrics",
+    "SamplesCallback": "hf_fsdp.integrations.samples",
+    "build_accelerator": "hf_fsdp.integrations.plain_loop",
     "apply_fsdp": "hf_fsdp.sharding.apply",
     "audit_sharding": "hf_fsdp.sharding.audit",
 }

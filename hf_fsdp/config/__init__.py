@@ -6,6 +6,7 @@ from hf_fsdp.config.precedence import Merged, Stated, merge
 from hf_fsdp.config.schema import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    CompileConfig,
     FSDPConfig,
     OffloadConfig,
     PrecisionConfig,
@@ -16,6 +17,7 @@ from hf_fsdp.config.schema import (
 __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
+    "CompileConfig",
     "FSDPConfig",
     "Merged",
     "OffloadConfig",

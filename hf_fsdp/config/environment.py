@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_fsdp.config.parse import FALSE_WORDS, TRUE_WORDS, Rejected, parse_field
 from hf_fsdp.config.precedence import RAM_EFFICIENT_LOADING, Stated
+from hf_fsdp.config.values import FALSE_WORDS, TRUE_WORDS, Rejected, parse_field
 from hf_fsdp.errors import ConfigError, Problem
 
 # Every variable that FullyShardedDataParallelPlugin falls back to. FSDP_CPU_RAM_EFFICIENT_LOADING is not
@@ -81,9 +81,18 @@ _READ_AS = {
     "FSDP_OFFLOAD_PARAMS": ("offload.parameters", "fsdp_offload_params"),
     "FSDP_FORWARD_PREFETCH": ("sharding.forward_prefetch", "fsdp_forward_prefetch"),
     "FSDP_ACTIVATION_CHECKPOINTING": ("activation_checkpointing.mode", "fsdp_activation_checkpointing"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("offload.activations", "fsdp_activation_checkpointing_offload"),
+    "FSDP_MIN_NUM_PARAMS": ("wrap.min_num_params", "fsdp_min_num_params"),
 }
 # The launcher exports these whether or not the file has them, so "false" says nothing about a person's wish.
-_MEANS_NOTHING_WHEN_FALSE = frozenset({"FSDP_OFFLOAD_PARAMS", "FSDP_FORWARD_PREFETCH", "FSDP_ACTIVATION_CHECKPOINTING"})
+_MEANS_NOTHING_WHEN_FALSE = frozenset(
+    {
+        "FSDP_OFFLOAD_PARAMS",
+        "FSDP_FORWARD_PREFETCH",
+        "FSDP_ACTIVATION_CHECKPOINTING",
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+    }
+)
 _REPAIRS = {
     "FSDP_STATE_DICT_TYPE": "fsdp_state_dict_type: SHARDED_STATE_DICT",
     "FSDP_AUTO_WRAP_POLICY": "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
@@ -97,7 +106,13 @@ _STRATEGY_REPAIRS = {
     "HYBRID_SHARD": "remove fsdp_sharding_strategy and say FSDPConfig(sharding={'dp_replicate_size': 2})",
     "HYBRID_SHARD_ZERO2": "remove fsdp_sharding_strategy and say FSDPConfig(sharding={'dp_replicate_size': 2})",
 }
-_STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+STRATEGY_NUMBERS = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "NO_SHARD",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
 _LATER_PARALLELISM = ("TP", "CP", "SP")
 
 
@@ -158,6 +173,10 @@ def _read_variable(
         return
     if name == "FSDP_AUTO_WRAP_POLICY" and raw.upper() == "NO_WRAP":
         return  # only says that Accelerate must not wrap; the callback always wraps
+    if name == "FSDP_MIN_NUM_PARAMS" and "SIZE" not in environ.get("FSDP_AUTO_WRAP_POLICY", "").upper():
+        return  # the launcher exports a default beside every policy
+    if name == "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD" and raw.lower() in TRUE_WORDS:
+        raw = "block_inputs"  # what Accelerate moves
     try:
         value = parse_field(dotted, raw)
     except Rejected as rejected:
@@ -177,7 +196,7 @@ def _check_version(environ: Mapping[str, str]) -> list[Problem]:
     return [
         Problem(
             message=f"the launch file asks for FSDP version {version}; this release runs FSDP2",
-            fix="fsdp_version: 2   # in fsdp_config; `accelerate to-fsdp2` rewrites a whole file",
+            fix="fsdp_version: 2   # in fsdp_config; or: hf-fsdp migrate FILE -o fsdp.yaml --launch launch.yaml",
             source=_source(environ, source),
         )
     ]
@@ -186,23 +205,13 @@ def _check_version(environ: Mapping[str, str]) -> list[Problem]:
 def _check_unsupported(environ: Mapping[str, str]) -> list[Problem]:
     problems = []
     strategy = environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").strip().upper()
-    strategy = _STRATEGY_NUMBERS.get(strategy, strategy)
+    strategy = STRATEGY_NUMBERS.get(strategy, strategy)
     if strategy in _STRATEGY_REPAIRS and environ.get("FSDP_VERSION") == "2":
         problems.append(
             Problem(
                 message=f"fsdp_sharding_strategy: {strategy} is FSDP1's and has no effect under FSDP2",
                 fix=_STRATEGY_REPAIRS[strategy],
                 source=_source(environ, "FSDP_SHARDING_STRATEGY"),
-            )
-        )
-    offload = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
-    if environ.get(offload, "false").strip().lower() in TRUE_WORDS:
-        problems.append(
-            Problem(
-                message="fsdp_activation_checkpointing_offload: true arrives in a later release and is refused "
-                "rather than ignored",
-                fix="fsdp_activation_checkpointing_offload: false",
-                source=_source(environ, offload),
             )
         )
     if environ.get("FSDP_IGNORED_MODULES", "None").strip() not in ("", "None"):

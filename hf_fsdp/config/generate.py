@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_fsdp.config.parse import yaml_value
 from hf_fsdp.config.presets import Gpu, ModelFacts
 from hf_fsdp.config.validate import check_config
+from hf_fsdp.config.values import yaml_value
 from hf_fsdp.errors import ConfigError, Problem
 from hf_fsdp.units import format_bytes
 
@@ -19,8 +19,10 @@ _IN_LAUNCH_FILE = frozenset(
     {
         "wrap.policy",
         "wrap.layer_classes",
+        "wrap.min_num_params",
         "precision.preset",
         "offload.parameters",
+        "offload.optimizer",
         "sharding.reshard_after_forward",
         "checkpoint.format",
     }
@@ -42,6 +44,8 @@ class LaunchPlan:
         model: what is known about the model, if one was named.
         purpose: words for the title line, e.g. ``full fine-tuning of meta-llama/Llama-2-7b-hf``.
         command: the command that wrote the file, for the title.
+        callback: the call that the script adds, for the title.
+        cpu_ram_efficient_loading: process 0 alone reads the weights.
     """
 
     num_processes: int = 8
@@ -53,6 +57,8 @@ class LaunchPlan:
     model: ModelFacts | None = None
     purpose: str | None = None
     command: str | None = None
+    callback: str = "FSDPCallback()"
+    cpu_ram_efficient_loading: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ def _title_lines(config: FSDPConfig, plan: LaunchPlan) -> list[str]:
     lines = [f"# Launch file of Accelerate{' for ' + plan.purpose if plan.purpose else ''}."]
     if plan.command:
         lines.append(f"# Written by: {plan.command}")
-    lines.append("# The script adds callbacks=[FSDPCallback()] to its Trainer; FSDPCallback shards the model.")
+    lines.append(f"# The script adds callbacks=[{plan.callback}] to its Trainer; FSDPCallback shards the model.")
     outside = settings_outside_launch_file(config)
     if outside:
         lines.append("# Not in this file, because Accelerate has no key for it; say it in the script's FSDPConfig:")
@@ -191,6 +197,11 @@ def _precision_line(config: FSDPConfig, plan: LaunchPlan) -> _Line:
         if plan.gpu is not None and not plan.gpu.has_bf16:
             why += f": {plan.gpu.name} does not compute in bf16"
         return _Line("mixed_precision", "'no'", why)
+    if preset == "fp16-mixed":
+        why = "fp16 compute, fp32 weights and sums, scaled loss"
+        if plan.gpu is not None and not plan.gpu.has_bf16:
+            why += f": {plan.gpu.name} does not compute in bf16"
+        return _Line("mixed_precision", "fp16", why)
     if config.precision.reduce_dtype == "bfloat16":
         return _Line("mixed_precision", "bf16", "bf16 compute, fp32 weights, gradients summed in bf16")
     return _Line(
@@ -204,7 +215,7 @@ def _fsdp_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:
     lines = [
         _Line("fsdp_version", "2", "fully_shard on each block; left out, Accelerate takes FSDP1"),
         _reshard_line(config, plan),
-        _Line("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "one unit a block: gathered alone"),
+        *_wrap_lines(config),
     ]
     classes = _wrap_classes(config, plan)
     if classes:
@@ -220,8 +231,10 @@ def _fsdp_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:
     lines.append(
         _Line(
             "fsdp_cpu_ram_efficient_loading",
-            "false",
-            "each process reads the weights; left out it is true: all but one start empty",
+            yaml_value(plan.cpu_ram_efficient_loading),
+            "process 0 alone reads the weights; the others get its values"
+            if plan.cpu_ram_efficient_loading
+            else "each process reads the weights; left out it is true: all but one start empty",
         )
     )
     lines.append(
@@ -231,8 +244,24 @@ def _fsdp_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:
             "its recompute draws dropout anew: wrong gradients; see FSDPConfig",
         )
     )
-    lines.append(_Line("fsdp_offload_params", "false", "parameters stay on the GPU; a later release offloads"))
+    offloads = config.offload.parameters
+    lines.append(
+        _Line(
+            "fsdp_offload_params",
+            yaml_value(offloads),
+            "shards, gradients and the optimizer are in host memory" if offloads else "parameters stay on the GPU",
+        )
+    )
     return [_Line(line.key, line.value, line.why, indent=2) for line in lines]
+
+
+def _wrap_lines(config: FSDPConfig) -> list[_Line]:
+    if config.wrap.policy != "size":
+        return [_Line("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "one unit a block: gathered alone")]
+    return [
+        _Line("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "units by size, for a model that is no transformer"),
+        _Line("fsdp_min_num_params", str(config.wrap.min_num_params), "parameters from which on a module is a unit"),
+    ]
 
 
 def _reshard_line(config: FSDPConfig, plan: LaunchPlan) -> _Line:

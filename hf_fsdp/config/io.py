@@ -15,13 +15,10 @@ from hf_fsdp.config.parse import (
     SECTION_FIELDS,
     Locate,
     Parsed,
-    Rejected,
-    parse_bool,
     parse_config,
-    shown,
     strip_prefix,
-    yaml_value,
 )
+from hf_fsdp.config.values import Rejected, parse_bool, shown, yaml_value
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
 
 TRAINER_SOURCE = "TrainingArguments.fsdp_config"
@@ -133,14 +130,6 @@ TRAINER_KEYS_REFUSED_WHEN_ON = {
     "xla": ("trains on TPUs, which hf-fsdp does not", "remove xla"),
     "xla_fsdp_v2": ("trains on TPUs, which hf-fsdp does not", "remove xla_fsdp_v2"),
     "xla_fsdp_grad_ckpt": ("trains on TPUs, which hf-fsdp does not", "remove xla_fsdp_grad_ckpt"),
-    "activation_checkpointing_offload": (
-        "arrives in a later release and is refused rather than ignored",
-        "activation_checkpointing_offload: false",
-    ),
-    "min_num_params": (
-        "(wrapping by size) arrives in a later release and is refused rather than ignored",
-        "remove min_num_params; transformer layers are found from the model",
-    ),
     "ignored_modules": (
         "arrives in a later release and is refused rather than ignored",
         "remove ignored_modules",
@@ -159,6 +148,8 @@ TRAINER_KEYS_CONVERTED = {
     "state_dict_type": "checkpoint.format",
     "cpu_offload": "offload.parameters",
     "offload_params": "offload.parameters",
+    "activation_checkpointing_offload": "offload.activations",
+    "min_num_params": "wrap.min_num_params",
     "forward_prefetch": "sharding.forward_prefetch",
     "backward_prefetch": "sharding.backward_prefetch",
 }
@@ -291,6 +282,8 @@ def _convert_stock_key(name: str, value: Any) -> dict[str, Any]:
         return {"sharding.backward_prefetch": BACKWARD_PREFETCH_WORDS[word]}
     if name == "activation_checkpointing" and not parse_bool(name, value):
         return {}  # Trainer's default; its gradient_checkpointing may still say otherwise
+    if name in ("min_num_params", "activation_checkpointing_offload") and word in ("0", "", "false"):
+        return {}  # Trainer's default
     if name == "sharding_strategy" and word in ("no_shard", "3"):
         raise Rejected("sharding_strategy=NO_SHARD shards nothing", fix="sharding_strategy: FULL_SHARD")
     if name in TRAINER_KEYS_CONVERTED:

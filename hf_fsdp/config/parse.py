@@ -6,19 +6,30 @@ problem found on the way. A key is written `section.field` ("dotted") everywhere
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_fsdp.config.values import (
+    FALSE_WORDS,
+    FIELD_PARSERS,
+    SIZE_POLICY_WORDS,
+    TRANSFORMER_POLICY_WORDS,
+    TRUE_WORDS,
+    Rejected,
+    parse_field,
+    shown,
+    word_of,
+    yaml_value,
+)
 from hf_fsdp.errors import Problem, nearest_names
 
 SECTION_FIELDS: dict[str, tuple[str, ...]] = {
-    "wrap": ("policy", "layer_classes", "callable"),
+    "wrap": ("policy", "layer_classes", "callable", "granularity", "min_num_params"),
     "precision": ("preset", "keep_norms_fp32", "reduce_dtype", "save_dtype"),
-    "offload": ("parameters", "optimizer", "activations"),
-    "activation_checkpointing": ("mode", "every"),
+    "offload": ("parameters", "optimizer", "activations", "pin_memory"),
+    "activation_checkpointing": ("mode", "every", "fraction", "selective", "towers"),
+    "compile": ("blocks", "backend", "mode"),
     "sharding": (
         "reshard_after_forward",
         "dp_shard_size",
@@ -31,6 +42,12 @@ SECTION_FIELDS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("format", "async_save"),
 }
 DOTTED_KEYS: tuple[str, ...] = tuple(f"{section}.{name}" for section, names in SECTION_FIELDS.items() for name in names)
+
+# 20 MB in bf16: above the size at which a network's latency decides.
+DEFAULT_MIN_NUM_PARAMS = 10_000_000
+
+# Keys that choose among blocks or operators.
+SELECTORS = ("every", "fraction", "selective", "towers")
 
 # Names that people bring from Accelerate, TrainingArguments and torch. They are understood inside their
 # section and at the top level, with or without Accelerate's `fsdp_` prefix, and shown under our names.
@@ -46,33 +63,10 @@ ALIASES: dict[str, str] = {
     "state_dict_type": "checkpoint.format",
     "cpu_offload": "offload.parameters",
     "offload_params": "offload.parameters",
+    "activation_checkpointing_offload": "offload.activations",
+    "torch_compile": "compile.blocks",
+    "min_num_params": "wrap.min_num_params",
 }
-
-TRUE_WORDS = frozenset({"true", "yes", "on", "1", "y", "t"})
-FALSE_WORDS = frozenset({"false", "no", "off", "0", "n", "f"})
-PRESETS = ("auto", "fp32", "bf16-mixed", "bf16-true")
-PRESET_ALIASES = {
-    "bf16": "bf16-mixed",
-    "bfloat16": "bf16-mixed",
-    "mixed_bf16": "bf16-mixed",
-    "no": "fp32",
-    "float32": "fp32",
-    "32": "fp32",
-    "pure_bf16": "bf16-true",
-}
-LATER_PRESETS = frozenset({"fp16", "fp16-mixed", "float16", "fp8", "fp16-true"})
-DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}
-TRANSFORMER_POLICY_WORDS = frozenset({"transformer_layers", "transformer_based_wrap", "transformer_auto_wrap", "auto"})
-SIZE_POLICY_WORDS = frozenset({"size", "size_based_wrap"})
-LATER_CHECKPOINTING = ("selective", "towers", "fraction")
-
-
-class Rejected(Exception):
-    """A value that cannot be used; `Reading` adds the key and where it came from."""
-
-    def __init__(self, message: str, *, fix: str, near: str | None = None):
-        super().__init__(message)
-        self.message, self.fix, self.near = message, fix, near
 
 
 @dataclass
@@ -85,11 +79,6 @@ class Parsed:
 
 
 Locate = Callable[[tuple[Any, ...]], str]
-
-
-def later_release(what: str, fix: str) -> Rejected:
-    """Return the refusal of something that is understood but not built yet."""
-    return Rejected(f"{what} arrives in a later release and is refused rather than ignored", fix=fix)
 
 
 def parse_config(raw: Mapping[Any, Any], locate: Locate) -> Parsed:
@@ -105,20 +94,20 @@ def parse_config(raw: Mapping[Any, Any], locate: Locate) -> Parsed:
     parsed = Parsed()
     for key, value in raw.items():
         _parse_top_level(parsed, key, value, locate)
-    mode, every = "activation_checkpointing.mode", "activation_checkpointing.every"
-    if every in parsed.values and mode not in parsed.values:  # "every second block" only means something when on
-        parsed.values[mode], parsed.sources[mode] = "full", parsed.sources[every]
+    for given, implied, value in _IMPLIED:
+        if parsed.values.get(given) and implied not in parsed.values:
+            parsed.values[implied], parsed.sources[implied] = value, parsed.sources[given]
     return parsed
 
 
-def parse_field(dotted: str, value: Any) -> Any:
-    """Return the checked value of one field given by its dotted key.
-
-    Raises:
-        Rejected: the value cannot be used.
-        KeyError: no such field (a mistake in this package, not of a person).
-    """
-    return FIELD_PARSERS[dotted](dotted, value)
+# What one key says about another that was left out: "every second block" only means something when on.
+_IMPLIED: tuple[tuple[str, str, Any], ...] = (
+    *((f"activation_checkpointing.{name}", "activation_checkpointing.mode", "full") for name in SELECTORS),
+    ("wrap.min_num_params", "wrap.policy", "size"),
+    ("offload.parameters", "offload.optimizer", True),  # the state of a shard is where the shard is
+    ("compile.backend", "compile.blocks", True),
+    ("compile.mode", "compile.blocks", True),
+)
 
 
 def strip_prefix(key: str) -> str:
@@ -164,8 +153,6 @@ def _parse_item(parsed: Parsed, section: str, key: Any, value: Any, at: str) -> 
     if not dotted.startswith(f"{section}."):
         dotted = f"{section}.{key}"
     try:
-        if (section, key) in LATER_KEYS:
-            raise later_release(f"{section}.{key}={shown(value)}", LATER_KEYS[section, key])
         if dotted not in FIELD_PARSERS:
             parsed.problems.append(_unknown_key(str(key), value, section, at))
             return
@@ -221,7 +208,7 @@ def _unknown_key(key: str, value: Any, section: str | None, at: str) -> Problem:
 
 def _expand_wrap(value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
-        if _word(value) in TRANSFORMER_POLICY_WORDS | SIZE_POLICY_WORDS:
+        if word_of(value) in TRANSFORMER_POLICY_WORDS | SIZE_POLICY_WORDS:
             return {"policy": value}
         if "," in value or value[:1].isupper():
             return {"layer_classes": value}
@@ -238,30 +225,47 @@ def _expand_precision(value: Any) -> Mapping[str, Any]:
 
 
 def _expand_offload(value: Any) -> Mapping[str, Any]:
-    parts = ("parameters", "optimizer", "activations")
-    if value is False or (isinstance(value, str) and _word(value) in FALSE_WORDS | {"none", ""}):
-        return dict.fromkeys(parts, False)
+    off = {"parameters": False, "optimizer": False, "activations": "none"}
+    if value is False or (isinstance(value, str) and word_of(value) in FALSE_WORDS | {"none", ""}):
+        return off
+    if isinstance(value, str):
+        value = value.split(",")
     words = [value] if not isinstance(value, (list, tuple, set, frozenset)) else list(value)
-    if not words:
-        return dict.fromkeys(parts, False)
-    known = {"true": "parameters", "cpu": "parameters", "params": "parameters", **{part: part for part in parts}}
+    on: dict[str, Any] = {}
     for word in words:
-        if _word(word) not in known and _word(word) not in TRUE_WORDS:
-            near = nearest_names(str(word), [*parts, "none"])
+        name = _OFFLOAD_WORDS.get(word_of(word), word_of(word))
+        if name in TRUE_WORDS:
+            name = "parameters"
+        if name not in off:
+            near = nearest_names(str(word), [*off, "none"])
             raise Rejected(
                 f"offload={shown(value)} is not something that can be offloaded",
-                fix="offload: none",
-                near=", ".join(near) or ", ".join([*parts, "none"]),
+                fix=f"offload: {near[0] if near else 'none'}",
+                near=", ".join(near) or ", ".join([*off, "none"]),
             )
-    raise later_release(f"offload={shown(value)}", "offload: none")
+        on |= {"activations": "auto"} if name == "activations" else {name: True}
+    return {**off, **on, **({"optimizer": True} if "parameters" in on else {})}
+
+
+_OFFLOAD_WORDS = {"cpu": "parameters", "params": "parameters"}
 
 
 def _expand_activation_checkpointing(value: Any) -> Mapping[str, Any]:
-    return {"mode": value}
+    # Kept attention alone costs one hidden state a block and saves the largest part of the recompute.
+    return {"selective": ["attention"]} if word_of(value) == "selective" else {"mode": value}
+
+
+def _expand_compile(value: Any) -> Mapping[str, Any]:
+    word = word_of(value)
+    if word in ("blocks", "block"):
+        return {"blocks": True}
+    if word in TRUE_WORDS | FALSE_WORDS | {"none"}:
+        return {"blocks": word in TRUE_WORDS}
+    raise Rejected(f"compile={shown(value)} is not a way to compile", fix="compile: blocks   # or none")
 
 
 def _expand_sharding(value: Any) -> Mapping[str, Any]:
-    word = _word(value)
+    word = word_of(value)
     if word in ("full_shard", "shard_grad_op"):  # FSDP1's names for the same choice
         return {"reshard_after_forward": word == "full_shard"}
     if word in ("hybrid_shard", "hybrid_shard_zero2"):
@@ -283,6 +287,7 @@ SHORT_FORMS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "precision": _expand_precision,
     "offload": _expand_offload,
     "activation_checkpointing": _expand_activation_checkpointing,
+    "compile": _expand_compile,
     "sharding": _expand_sharding,
     "checkpoint": _expand_checkpoint,
 }
@@ -291,260 +296,7 @@ DEFAULT_TEXT = {
     "precision": "auto",
     "offload": "none",
     "activation_checkpointing": "auto",
+    "compile": "none",
     "sharding": "{reshard_after_forward: true}",
     "checkpoint": "full",
 }
-LATER_KEYS = {
-    ("wrap", "granularity"): "wrap: transformer_layers",
-    ("wrap", "min_num_params"): "wrap: transformer_layers",
-    **{("activation_checkpointing", key): "activation_checkpointing: full" for key in LATER_CHECKPOINTING},
-}
-
-
-# ---- one value at a time ------------------------------------------------------------------------------
-
-
-def parse_bool(dotted: str, value: Any) -> bool:
-    """Return what a boolean or a word for one says; ``"false"`` is False."""
-    if isinstance(value, bool):
-        return value
-    word = _word(value)
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
-    raise Rejected(f"{dotted}={shown(value)} is neither true nor false", fix=f"{dotted}: true   # or false")
-
-
-def parse_count(dotted: str, value: Any, minimum: int) -> int:
-    """Return a whole number of at least `minimum`; ``"2"`` is 2, a boolean or a fraction is refused."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise Rejected(f"{dotted}={shown(value)} is not a whole number", fix=f"{dotted}: {max(minimum, 1)}")
-    if value < minimum:
-        raise Rejected(f"{dotted}={value} is below {minimum}", fix=f"{dotted}: {minimum}")
-    return value
-
-
-def _parse_policy(dotted: str, value: Any) -> str:
-    word = _word(value)
-    if word in TRANSFORMER_POLICY_WORDS:
-        return "transformer_layers"
-    if word in SIZE_POLICY_WORDS:
-        raise later_release(f"{dotted}={shown(value)} (wrapping by size)", "wrap: transformer_layers")
-    if word in ("no_wrap", "none"):
-        raise Rejected(
-            f"{dotted}={shown(value)} would make the whole model one unit, gathered at once on every GPU",
-            fix="wrap: transformer_layers",
-        )
-    near = nearest_names(str(value), ["transformer_layers"])
-    raise Rejected(
-        f"{dotted}={shown(value)} is not a wrap policy",
-        fix="wrap: transformer_layers",
-        near=", ".join(near) or "transformer_layers, or class names such as [LlamaDecoderLayer]",
-    )
-
-
-def _parse_layer_classes(dotted: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        items: list[Any] = [part for part in (part.strip() for part in value.split(",")) if part]
-    elif isinstance(value, (set, frozenset)):
-        items = sorted(value, key=str)
-    elif isinstance(value, Sequence):
-        items = list(value)
-    else:
-        items = [value]
-    names = [_class_name(dotted, item, value) for item in items]
-    return tuple(dict.fromkeys(names))
-
-
-def _class_name(dotted: str, item: Any, value: Any) -> str:
-    name = item.__name__ if isinstance(item, type) else item.strip() if isinstance(item, str) else None
-    if name is None or not name.isidentifier():
-        raise Rejected(
-            f"{dotted}={shown(value)} holds {shown(item)}, which is not the name of a class",
-            fix="wrap: transformer_layers   # finds the blocks; or name classes: wrap: [LlamaDecoderLayer]",
-        )
-    return name
-
-
-def _parse_callable(dotted: str, value: Any) -> Callable[..., Any] | None:
-    if value is None or (callable(value) and not isinstance(value, type)):
-        return value
-    raise Rejected(
-        f"{dotted}={shown(value)} is not a Python function",
-        fix="wrap: transformer_layers   # a function can only be given in Python: FSDPConfig(wrap=function)",
-    )
-
-
-def _parse_preset(dotted: str, value: Any) -> str:
-    if value is False:  # YAML reads `precision: no` as a boolean; Accelerate's "no" means no mixed precision
-        return "fp32"
-    word = _word(value).removeprefix("torch.")
-    word = PRESET_ALIASES.get(word, word).replace("_", "-")
-    if word in PRESETS:
-        return word
-    if word in LATER_PRESETS:
-        raise later_release(f"{dotted}={shown(value)}", f"{dotted}: fp32   # or bf16-mixed where the GPU has bf16")
-    near = nearest_names(str(value), [*PRESETS, *PRESET_ALIASES]) if not isinstance(value, bool) else []
-    best = PRESET_ALIASES.get(near[0], near[0]) if near else "bf16-mixed"
-    raise Rejected(
-        f"{dotted}={shown(value)} is not a precision",
-        fix=f"{dotted}: {best}",
-        near=", ".join(near) or ", ".join(PRESETS),
-    )
-
-
-def _parse_dtype(dotted: str, value: Any, allowed: tuple[str, ...]) -> str:
-    word = _word(value).removeprefix("torch.")
-    word = DTYPE_ALIASES.get(word, word)
-    if word in allowed:
-        return word
-    near = nearest_names(word, allowed)
-    fix = near[0] if near else allowed[0]
-    raise Rejected(
-        f"{dotted}={shown(value)} is not one of {', '.join(allowed)}",
-        fix=f"{dotted}: {fix}",
-        near=", ".join(near) or None,
-    )
-
-
-def _parse_reduce_dtype(dotted: str, value: Any) -> str:
-    return _parse_dtype(dotted, value, ("float32", "bfloat16"))
-
-
-def _parse_save_dtype(dotted: str, value: Any) -> str:
-    return _parse_dtype(dotted, value, ("auto", "float32", "bfloat16"))
-
-
-def _parse_offload_part(dotted: str, value: Any) -> bool:
-    if parse_bool(dotted, value):
-        raise later_release(f"{dotted}=True", "offload: none")
-    return False
-
-
-def _parse_checkpointing_mode(dotted: str, value: Any) -> str:
-    word = _word(value)
-    if word in ("auto", "none", "full"):
-        return word
-    if word in TRUE_WORDS:
-        return "full"
-    if word in FALSE_WORDS:
-        return "none"
-    if word in LATER_CHECKPOINTING:
-        raise later_release(f"activation_checkpointing={shown(value)}", "activation_checkpointing: full")
-    if isinstance(value, int):
-        raise Rejected(
-            f"activation_checkpointing={value} is a number, not a mode",
-            fix=f"activation_checkpointing: {{every: {max(value, 1)}}}",
-        )
-    near = nearest_names(str(value), ["auto", "none", "full"])
-    raise Rejected(
-        f"activation_checkpointing={shown(value)} is not a mode",
-        fix=f"activation_checkpointing: {near[0] if near else 'full'}",
-        near=", ".join(near) or "auto, none, full, {every: 2}",
-    )
-
-
-def _parse_every(dotted: str, value: Any) -> int:
-    return parse_count(dotted, value, 1)
-
-
-def _parse_reshard(dotted: str, value: Any) -> bool:
-    word = _word(value)
-    if word in ("full_shard", "shard_grad_op"):
-        return word == "full_shard"
-    return parse_bool(dotted, value)
-
-
-def _parse_shard_size(dotted: str, value: Any) -> int | str:
-    if isinstance(value, str) and _word(value) == "auto":
-        return "auto"
-    try:
-        return parse_count(dotted, value, 1)
-    except Rejected as rejected:
-        raise Rejected(rejected.message, fix=f"{dotted}: auto") from None
-
-
-def _parse_replicate_size(dotted: str, value: Any) -> int:
-    return parse_count(dotted, value, 1)
-
-
-def _parse_prefetch(dotted: str, value: Any) -> int:
-    if isinstance(value, bool) or _word(value) in ("true", "false"):  # FSDP1's boolean: one unit ahead, or none
-        return int(parse_bool(dotted, value))
-    return parse_count(dotted, value, 0)
-
-
-def _parse_format(dotted: str, value: Any) -> str:
-    word = _word(value)
-    named = {"full_state_dict": "full", "sharded_state_dict": "sharded", "full": "full", "sharded": "sharded"}
-    if word in named:
-        return named[word]
-    if word == "local_state_dict":
-        raise Rejected(f"{dotted}={shown(value)} does not exist under FSDP2", fix=f"{dotted}: sharded")
-    near = nearest_names(str(value), ["full", "sharded"])
-    raise Rejected(
-        f"{dotted}={shown(value)} is not a checkpoint format",
-        fix=f"{dotted}: {near[0] if near else 'full'}",
-        near=", ".join(near) or "full, sharded",
-    )
-
-
-def _parse_async_save(dotted: str, value: Any) -> bool:
-    if parse_bool(dotted, value):
-        raise later_release(f"{dotted}=True", f"{dotted}: false")
-    return False
-
-
-FIELD_PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "wrap.policy": _parse_policy,
-    "wrap.layer_classes": _parse_layer_classes,
-    "wrap.callable": _parse_callable,
-    "precision.preset": _parse_preset,
-    "precision.keep_norms_fp32": parse_bool,
-    "precision.reduce_dtype": _parse_reduce_dtype,
-    "precision.save_dtype": _parse_save_dtype,
-    "offload.parameters": _parse_offload_part,
-    "offload.optimizer": _parse_offload_part,
-    "offload.activations": _parse_offload_part,
-    "activation_checkpointing.mode": _parse_checkpointing_mode,
-    "activation_checkpointing.every": _parse_every,
-    "sharding.reshard_after_forward": _parse_reshard,
-    "sharding.dp_shard_size": _parse_shard_size,
-    "sharding.dp_replicate_size": _parse_replicate_size,
-    "sharding.forward_prefetch": _parse_prefetch,
-    "sharding.backward_prefetch": _parse_prefetch,
-    "sharding.sync_each_batch": parse_bool,
-    "sharding.require_sharding": parse_bool,
-    "checkpoint.format": _parse_format,
-    "checkpoint.async_save": _parse_async_save,
-}
-
-
-# ---- how values are shown -----------------------------------------------------------------------------
-
-
-def _word(value: Any) -> str:
-    return str(value).strip().lower()
-
-
-def shown(value: Any) -> str:
-    """Return `value` as a message shows it: one line, and never a screenful."""
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def yaml_value(value: Any) -> str:
-    """Return `value` as a person would type it in YAML (flow style), for a fix that can be pasted."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {yaml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
-    text = str(value)
-    return text if re.fullmatch(r"[\w./+][\w./+ -]*", text) else json.dumps(text)

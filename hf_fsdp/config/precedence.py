@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_fsdp.config.parse import DOTTED_KEYS, Rejected, parse_field, yaml_value
+from hf_fsdp.config.parse import DOTTED_KEYS
 from hf_fsdp.config.schema import PYTHON_SOURCE, FSDPConfig
+from hf_fsdp.config.values import Rejected, parse_field, yaml_value
 from hf_fsdp.errors import ConfigError, Problem
 
 # Known from the launch environment and needed by the loader, but no decision of FSDPConfig.
@@ -123,7 +124,7 @@ def _drop_below_owner(
         if key in layer:
             return asked
         for index, loser in asked:
-            if index > owner and key != "wrap.policy":  # every policy of this release is the same; nothing is lost
+            if index > owner and loser.value != "transformer_layers":  # the default policy: nothing is lost
                 overrides.append(
                     f"{key}: {yaml_value(loser.value)} ({loser.source}) is not used, {deciding.source} decides"
                 )

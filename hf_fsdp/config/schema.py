@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_fsdp.config.parse import SECTION_FIELDS, TRUE_WORDS, Parsed, parse_config, shown
+from hf_fsdp.config.parse import DEFAULT_MIN_NUM_PARAMS, SECTION_FIELDS, Parsed, parse_config
 from hf_fsdp.config.validate import check_config
+from hf_fsdp.config.values import TRUE_WORDS, shown
 from hf_fsdp.errors import ConfigError, Problem
 
 PYTHON_SOURCE = "FSDPConfig(...)"
@@ -22,14 +23,21 @@ class WrapConfig:
     """Which modules become one sharded unit each.
 
     Args:
-        policy: ``transformer_layers``: the repeated blocks, found from the model itself.
+        policy: ``transformer_layers``: the repeated blocks, found from the model itself; or ``size``, for models
+            that are no transformers: modules of at least `min_num_params` parameters.
         layer_classes: class names that are units instead of what the policy finds.
         callable: Python only: receives the model and returns the list of modules that are units.
+        granularity: ``layer``, or ``attention_and_mlp``: both halves of a block are units of their own, which
+            halves the largest gather and doubles the number of gathers.
+        min_num_params: parameters of a unit under ``policy: size``; ten million (20 MB in bf16) keep a gather
+            above the size at which a network's latency decides.
     """
 
     policy: str = "transformer_layers"
     layer_classes: tuple[str, ...] = ()
     callable: Callable[..., Any] | None = None
+    granularity: str = "layer"
+    min_num_params: int = DEFAULT_MIN_NUM_PARAMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +46,37 @@ class PrecisionConfig:
 
     Args:
         preset: ``auto`` (what TrainingArguments or Accelerate's file say, else ``bf16-mixed``), ``fp32``,
-            ``bf16-mixed`` (fp32 stored, bf16 compute) or ``bf16-true`` (bf16 stored).
-        keep_norms_fp32: keep normalisation weights in fp32; without effect under ``fp32``.
+            ``bf16-mixed`` (fp32 stored, bf16 compute), ``bf16-true`` (bf16 stored) or ``fp16-mixed`` (fp32 stored,
+            fp16 compute, loss scaling).
+        keep_norms_fp32: keep normalisation weights in fp32; without effect under ``fp32``. ``auto``: under
+            ``fp16-mixed`` only, whose range norms leave first.
         reduce_dtype: dtype in which gradients are summed over the GPUs: ``float32`` or ``bfloat16``.
         save_dtype: ``auto`` (the dtype the weights were loaded in), ``float32`` or ``bfloat16``.
     """
 
     preset: str = "auto"
-    keep_norms_fp32: bool = False
+    keep_norms_fp32: bool | str = "auto"
     reduce_dtype: str = "float32"
     save_dtype: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What lives in host memory; every part is refused by name until a later release builds it."""
+    """What lives in host memory between its uses.
+
+    Args:
+        parameters: shards of parameters and gradients; they come to the device for their unit's gather.
+        optimizer: the optimizer's state and its step. FSDP2 keeps it with the parameters: both or none.
+        activations: ``none``, ``block_inputs`` (of checkpointed blocks), ``saved_tensors`` (everything that the
+            backward needs) or ``auto``: the first where blocks are checkpointed, else the second.
+        pin_memory: page-locked host memory, which copies fast and cannot be swapped; ``auto``: where the device is
+            not the CPU.
+    """
 
     parameters: bool = False
     optimizer: bool = False
-    activations: bool = False
+    activations: str = "none"
+    pin_memory: bool | str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +86,32 @@ class ActivationCheckpointingConfig:
     Args:
         mode: ``auto`` (follow TrainingArguments or Accelerate's file, else none), ``none`` or ``full``.
         every: checkpoint every n-th block, counted from 1.
+        fraction: checkpoint this share of the blocks, spread evenly; above 0 and at most 1.
+        selective: operators whose outputs are kept instead of computed again: ``attention``, ``matmul``, or names
+            such as ``aten.mm``.
+        towers: only the blocks of these: ``language``, ``vision``, ``audio``; empty = all.
     """
 
     mode: str = "auto"
     every: int = 1
+    fraction: float = 1.0
+    selective: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """Whether blocks are compiled, each for itself: one graph serves all blocks of a kind.
+
+    Args:
+        blocks: compile every block with ``torch.compile``.
+        backend: ``inductor``, ``aot_eager``, … as in ``torch.compile``.
+        mode: as in ``torch.compile``.
+    """
+
+    blocks: bool = False
+    backend: str = "inductor"
+    mode: str = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +151,7 @@ SECTION_CLASSES: dict[str, type] = {
     "precision": PrecisionConfig,
     "offload": OffloadConfig,
     "activation_checkpointing": ActivationCheckpointingConfig,
+    "compile": CompileConfig,
     "sharding": ShardingConfig,
     "checkpoint": CheckpointConfig,
 }
@@ -120,10 +163,10 @@ class FSDPConfig:
 
     Each section takes its dataclass, a mapping, or a short form: ``wrap="transformer_layers"``,
     ``precision="bf16-mixed"``, ``offload="none"``, ``activation_checkpointing="full"``,
-    ``checkpoint="sharded"``. What is left out has the section's default.
+    ``compile="blocks"``, ``checkpoint="sharded"``. What is left out has the section's default.
 
     Args:
-        wrap, precision, offload, activation_checkpointing, sharding, checkpoint: the sections.
+        wrap, precision, offload, activation_checkpointing, compile, sharding, checkpoint: the sections.
         said: dotted keys that a person stated, on top of those found in the sections. Only needed to carry
             the knowledge over a copy; it decides which layer wins (`precedence.merge`).
         sources: dotted key -> where it was stated, for error messages; goes before ``FSDPConfig(...)``.
@@ -140,6 +183,7 @@ class FSDPConfig:
     precision: PrecisionConfig
     offload: OffloadConfig
     activation_checkpointing: ActivationCheckpointingConfig
+    compile: CompileConfig
     sharding: ShardingConfig
     checkpoint: CheckpointConfig
     said: frozenset[str] = dataclasses.field(compare=False, repr=False)
@@ -152,6 +196,7 @@ class FSDPConfig:
         precision: PrecisionConfig | Mapping[str, Any] | str | None = None,
         offload: OffloadConfig | Mapping[str, Any] | Sequence[str] | str | bool | None = None,
         activation_checkpointing: ActivationCheckpointingConfig | Mapping[str, Any] | str | bool | None = None,
+        compile: CompileConfig | Mapping[str, Any] | str | bool | None = None,
         sharding: ShardingConfig | Mapping[str, Any] | None = None,
         checkpoint: CheckpointConfig | Mapping[str, Any] | str | None = None,
         said: Iterable[str] = (),
@@ -163,6 +208,7 @@ class FSDPConfig:
             "precision": precision,
             "offload": offload,
             "activation_checkpointing": activation_checkpointing,
+            "compile": compile,
             "sharding": sharding,
             "checkpoint": checkpoint,
         }
@@ -244,7 +290,12 @@ class FSDPConfig:
             )
         mapping = {section: dataclasses.asdict(getattr(self, section)) for section in SECTION_FIELDS}
         del mapping["wrap"]["callable"]
-        mapping["wrap"]["layer_classes"] = list(self.wrap.layer_classes)
+        for section, name in (
+            ("wrap", "layer_classes"),
+            ("activation_checkpointing", "selective"),
+            ("activation_checkpointing", "towers"),
+        ):
+            mapping[section][name] = list(mapping[section][name])
         return mapping
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -296,7 +347,11 @@ class FSDPConfig:
             # TrainingArguments would overwrite what the launch file says about how weights are read.
             asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").strip().lower()
             fsdp_config["cpu_ram_efficient_loading"] = asked in TRUE_WORDS
-        return {"fsdp": True, "fsdp_config": fsdp_config}
+        kwargs: dict[str, Any] = {"fsdp": True, "fsdp_config": fsdp_config}
+        if self.offload.parameters and torch is not None and torch.cuda.is_available():
+            # Gradients in host memory are reduced on the CPU, for which NCCL alone has no backend.
+            kwargs["ddp_backend"] = "cpu:gloo,cuda:nccl"
+        return kwargs
 
     def to_accelerate(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_fsdp.config.parse import DEFAULT_MIN_NUM_PARAMS, SELECTORS
+from hf_fsdp.config.values import yaml_value
 from hf_fsdp.errors import Problem
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ def check_config(config: FSDPConfig, world_size: int | None = None) -> list[Prob
         config: parsed values; each is fine on its own.
         world_size: number of processes, once it is known; the mesh sizes are checked against it.
     """
-    problems = [*_check_wrap(config), *_check_activation_checkpointing(config)]
+    problems = [*_check_wrap(config), *_check_offload(config), *_check_activation_checkpointing(config)]
     if world_size is not None:
         problems += _check_world_size(config, world_size)
     return problems
@@ -31,7 +33,7 @@ def note_config(config: FSDPConfig) -> list[str]:
             "precision.reduce_dtype: bfloat16 halves the gradient traffic and rounds every sum over the GPUs "
             "to 8 bits of mantissa; float32 is the default"
         )
-    if config.precision.keep_norms_fp32 and config.precision.preset == "fp32":
+    if config.precision.keep_norms_fp32 is True and config.precision.preset == "fp32":
         notes.append("precision.keep_norms_fp32 changes nothing under fp32: all weights already are")
     return notes
 
@@ -42,29 +44,106 @@ def _source(config: FSDPConfig, *keys: str) -> str | None:
 
 def _check_wrap(config: FSDPConfig) -> list[Problem]:
     wrap = config.wrap
-    if wrap.callable is None or not wrap.layer_classes:
-        return []
-    return [
-        Problem(
-            message=f"wrap.layer_classes={list(wrap.layer_classes)} and wrap.callable both say what a unit is",
-            fix="keep one of them; a function can select by class itself: "
-            "[module for module in model.modules() if type(module).__name__ == 'LlamaDecoderLayer']",
-            source=_source(config, "wrap.layer_classes", "wrap.callable"),
+    problems = []
+    if wrap.callable is not None and wrap.layer_classes:
+        problems.append(
+            Problem(
+                message=f"wrap.layer_classes={list(wrap.layer_classes)} and wrap.callable both say what a unit is",
+                fix="keep one of them; a function can select by class itself: "
+                "[module for module in model.modules() if type(module).__name__ == 'LlamaDecoderLayer']",
+                source=_source(config, "wrap.layer_classes", "wrap.callable"),
+            )
         )
-    ]
+    by_size = wrap.policy == "size"
+    named = [name for name in ("layer_classes", "callable") if getattr(wrap, name)]
+    if by_size and named:
+        problems.append(
+            Problem(
+                message=f"wrap.policy=size and wrap.{named[0]} both say what a unit is",
+                fix=f"wrap: {{policy: size, min_num_params: {wrap.min_num_params}}}   # or remove policy: size",
+                source=_source(config, "wrap.policy", "wrap.min_num_params", f"wrap.{named[0]}"),
+            )
+        )
+    if by_size and wrap.granularity != "layer":
+        problems.append(
+            Problem(
+                message=f"wrap.policy=size and wrap.granularity={wrap.granularity} contradict each other: "
+                "units by size know no attention",
+                fix=f"wrap: {{granularity: {wrap.granularity}}}   # or wrap: size",
+                source=_source(config, "wrap.policy", "wrap.min_num_params", "wrap.granularity"),
+            )
+        )
+    if wrap.callable is not None and wrap.granularity != "layer":
+        problems.append(
+            Problem(
+                message=f"wrap.granularity={wrap.granularity} and wrap.callable both say what a unit is",
+                fix="keep one of them; the function can return attention and MLP modules itself",
+                source=_source(config, "wrap.granularity", "wrap.callable"),
+            )
+        )
+    if not by_size and wrap.min_num_params != DEFAULT_MIN_NUM_PARAMS:
+        problems.append(
+            Problem(
+                message=f"wrap.min_num_params={wrap.min_num_params} has no meaning under wrap.policy={wrap.policy}",
+                fix=f"wrap: {{policy: size, min_num_params: {wrap.min_num_params}}}   # or remove min_num_params",
+                source=_source(config, "wrap.policy", "wrap.min_num_params"),
+            )
+        )
+    return problems
+
+
+def _check_offload(config: FSDPConfig) -> list[Problem]:
+    offload = config.offload
+    problems = []
+    if offload.optimizer != offload.parameters:
+        problems.append(
+            Problem(
+                message=f"offload.parameters={yaml_value(offload.parameters)} and "
+                f"offload.optimizer={yaml_value(offload.optimizer)}: under FSDP2 the optimizer's state is where the "
+                "parameters' shards are",
+                fix="offload: parameters   # both; or offload: none",
+                source=_source(config, "offload.parameters", "offload.optimizer"),
+            )
+        )
+    if offload.activations == "block_inputs" and config.activation_checkpointing.mode == "none":
+        problems.append(
+            Problem(
+                message="offload.activations=block_inputs and activation_checkpointing.mode=none contradict each "
+                "other: without recomputation more than the inputs of blocks is kept",
+                fix="activation_checkpointing: full   # or offload: {activations: saved_tensors}",
+                source=_source(config, "offload.activations", "activation_checkpointing.mode"),
+            )
+        )
+    return problems
 
 
 def _check_activation_checkpointing(config: FSDPConfig) -> list[Problem]:
     section = config.activation_checkpointing
-    if section.mode != "none" or section.every == 1:
-        return []
-    return [
-        Problem(
-            message=f"activation_checkpointing.mode=none and every={section.every} contradict each other",
-            fix=f"activation_checkpointing: {{every: {section.every}}}   # or activation_checkpointing: none",
-            source=_source(config, "activation_checkpointing.mode", "activation_checkpointing.every"),
+    chosen = {
+        name: value
+        for name in SELECTORS
+        if (value := getattr(section, name)) != {"every": 1, "fraction": 1.0}.get(name, ())
+    }
+    problems = []
+    if section.mode == "none" and chosen:
+        name, value = next(iter(chosen.items()))
+        problems.append(
+            Problem(
+                message=f"activation_checkpointing.mode=none and {name}={yaml_value(value)} contradict each other",
+                fix=f"activation_checkpointing: {{{name}: {yaml_value(value)}}}   # or activation_checkpointing: none",
+                source=_source(config, "activation_checkpointing.mode", f"activation_checkpointing.{name}"),
+            )
         )
-    ]
+    if {"every", "fraction"} <= set(chosen):
+        problems.append(
+            Problem(
+                message=f"activation_checkpointing.every={section.every} and fraction={section.fraction} both choose "
+                "which blocks are checkpointed",
+                fix=f"activation_checkpointing: {{fraction: {section.fraction}}}   # or {{every: {section.every}}}",
+                source=_source(config, "activation_checkpointing.every", "activation_checkpointing.fraction"),
+            )
+        )
+    return problems
 
 
 def _check_world_size(config: FSDPConfig, world_size: int) -> list[Problem]:

@@ -35,6 +35,7 @@ _NUMBERS: dict[str, _Range] = {
     "max_length": _Range(1, "2048"),
     "lora_r": _Range(1, "16"),
     "print_examples": _Range(0, "2"),
+    "preview": _Range(0, "2"),
     "seed": _Range(0, "42", most=2**32 - 1),
     "data_seed": _Range(0, "42", most=2**32 - 1),
 }

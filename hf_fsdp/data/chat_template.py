@@ -11,13 +11,18 @@ import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp.errors import DataError, nearest_names
+
+if TYPE_CHECKING:
+    from hf_fsdp.data.examples import Examples
 
 Conversation = list[dict[str, Any]]
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Tokens that models reserve for padding: Llama 3.1's, and the common names.
+_PAD_TOKENS = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
 _PADDED_USER = {"role": "user", "content": ' 2 < 3 & "why"?\n\n'}
 _PADDED_ANSWER = {"role": "assistant", "content": "\n  It's so.\n\n\tYes "}
 _USER, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
@@ -109,7 +114,7 @@ def read_chat_template(tokenizer: Any) -> str:
     """
     if tokenizer.chat_template:
         return str(tokenizer.get_chat_template())
-    fitting = [name for name, template in list_templates().items() if _fits_vocabulary(tokenizer, template)]
+    fitting = [name for name, template in list_templates().items() if _fits_vocabulary(tokenizer, name, template)]
     raise DataError(
         f"{_name(tokenizer)} has no chat template (a base model), so conversations cannot be rendered",
         near=", ".join(fitting) or None,
@@ -118,18 +123,20 @@ def read_chat_template(tokenizer: Any) -> str:
 
 
 def _suggest(fitting: list[str]) -> str:
-    # The special tokens of llama3_1 and its relatives are the stronger sign: llama2 needs none of its own, so it
-    # fits every vocabulary.
-    for name in ("llama3_1", "chatml"):
+    # Special tokens are the stronger sign: llama2 and mistral need none of their own, so they fit every vocabulary.
+    for name in ("llama3_1", "chatml", "mistral_v0_3"):
         if name in fitting:
             return name
     return fitting[0] if fitting else "path/to/template.jinja"
 
 
-def _fits_vocabulary(tokenizer: Any, template: str) -> bool:
+def _fits_vocabulary(tokenizer: Any, name: str, template: str) -> bool:
+    vocabulary = tokenizer.get_vocab()
+    if name.startswith("mistral_v0_3") and "[INST]" not in vocabulary:
+        return False  # from v0.3 on it is one token
     tokens = set(re.findall(r"<\|\w+\|>", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)))
     needs_ends = not tokens and (tokenizer.bos_token is None or tokenizer.eos_token is None)
-    return tokens <= set(tokenizer.get_vocab()) and not needs_ends
+    return tokens <= set(vocabulary) and not needs_ends
 
 
 def render_probes(tokenizer: Any, template: str) -> list[str | None]:
@@ -168,6 +175,64 @@ def find_stop_token_id(tokenizer: Any, template: str) -> int | None:
     while marked and marked[-1] not in special and not tokenizer.decode([marked[-1]]).strip():
         marked.pop()
     return marked[-1] if marked and marked[-1] in special else None
+
+
+def prepare_chat(
+    tokenizer: Any,
+    examples: Examples,
+    *,
+    assistant_only: bool | None,
+    chat_template: str | None = None,
+    fallback: Callable[[Any], str | None] | None = None,
+) -> tuple[bool, str | None, int | None]:
+    """Give `tokenizer` the template, and where it lacks one the pad token, that `examples` are trained with.
+
+    Args:
+        tokenizer: changed in place.
+        examples: the training examples.
+        assistant_only: whether only answers count in the loss; None is yes for conversations.
+        chat_template: one of our templates by name, or a Jinja file, in place of the tokenizer's own.
+        fallback: as for `find_training_template`.
+
+    Returns:
+        Whether only answers count, the template to publish with the model, and the token that ends an answer.
+
+    Raises:
+        DataError: no fitting template, or only answers asked for where there are none.
+    """
+    prepare_pad_token(tokenizer)
+    if chat_template:
+        tokenizer.chat_template = resolve_chat_template(chat_template)
+    published = tokenizer.chat_template
+    if assistant_only is None:
+        assistant_only = examples.kind == "messages"
+    if not examples.is_conversational:
+        if assistant_only:
+            raise DataError(
+                f"assistant_only_loss=True needs conversations, and the examples are {examples.format} columns",
+                fix="remove assistant_only_loss: for completions the loss counts the completion, for text every token",
+            )
+        return False, published, None
+    if not assistant_only:
+        read_chat_template(tokenizer)
+        return False, published, None
+    tokenizer.chat_template = find_training_template(tokenizer, fallback=fallback)
+    return True, published, find_stop_token_id(tokenizer, tokenizer.chat_template)
+
+
+def prepare_pad_token(tokenizer: Any) -> None:
+    """Give a tokenizer without a pad token one of its own vocabulary that ends nothing, where there is one.
+
+    TRL would take the end token. Its collator keeps the two apart by length, but other programs mask the loss by the
+    pad id, and a model reloaded with that pad id gets no gradient for the end token's embedding.
+    """
+    if tokenizer.pad_token is not None:
+        return
+    vocabulary = tokenizer.get_vocab()
+    for token in (*_PAD_TOKENS, tokenizer.unk_token):
+        if token is not None and token in vocabulary and token != tokenizer.eos_token:
+            tokenizer.pad_token = token
+            return
 
 
 def _name(tokenizer: Any) -> str:

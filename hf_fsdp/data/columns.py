@@ -12,12 +12,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS_CHECKED = 20_000
 _ROLES = ("system", "user", "assistant", "tool")
-_EXPECTED = "a column 'messages' (a list of {role, content}), or the columns 'prompt' and 'completion'"
-_LIKELY = {
-    "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns"),
-    "prompt": ("instruction", "question", "input", "query", "source"),
-    "completion": ("output", "response", "answer", "target", "chosen"),
-}
 
 
 def rename_columns(dataset: Dataset, renames: Sequence[str]) -> Dataset:
@@ -55,57 +49,22 @@ def _rename_advice(dataset: Dataset, old: str, new: str) -> str:
     return f"rename_columns: [{columns[0]}={new or 'messages'}]"
 
 
-def check_examples(dataset: Dataset, *, source: str) -> str:
-    """Return ``messages`` or ``prompt_completion``, after checking columns and rows (up to 20,000, evenly spread).
+def check_rows(dataset: Dataset, kind: str, *, source: str, text: str = "text") -> None:
+    """Check the rows (up to 20,000, evenly spread) of a dataset whose columns are known.
 
     Args:
-        dataset: one split.
+        dataset: one split, in the columns of `kind`.
+        kind: ``messages``, ``prompt_completion`` or ``text``.
         source: file or hub id, named in errors.
+        text: the text column of ``text``.
 
     Raises:
         DataError: all problems found.
     """
-    columns = set(dataset.column_names)
-    if "messages" in columns and columns & {"prompt", "completion"}:
-        raise DataError(_mixed_columns(dataset), source=source)
-    if "messages" in columns:
-        kind, checks = "messages", _MESSAGE_CHECKS
-    elif {"prompt", "completion"} <= columns:
-        kind, checks = "prompt_completion", _PROMPT_CHECKS
-    else:
-        raise DataError(_wrong_columns(dataset), source=source)
+    checks = {"messages": _MESSAGE_CHECKS, "prompt_completion": _PROMPT_CHECKS, "text": _text_checks(text)}[kind]
     problems = _check_rows(dataset, checks, source)
     if problems:
         raise DataError(problems)
-    return kind
-
-
-def _mixed_columns(dataset: Dataset) -> str:
-    return (
-        f"the dataset has both 'messages' and 'prompt'/'completion' columns ({', '.join(dataset.column_names)}); "
-        "rows of two formats cannot be trained on together"
-    )
-
-
-def _wrong_columns(dataset: Dataset) -> Problem:
-    found = dataset.column_names
-    message = f"the dataset has the columns {', '.join(found)}; expected is {_EXPECTED}"
-    first = dataset[0]
-    for column in found:
-        if column in _LIKELY["messages"] and isinstance(first[column], list) and first[column]:
-            if "from" in first[column][0]:
-                return Problem(
-                    message=message + f" ({column!r} holds from/value turns)",
-                    fix="convert once: from trl import maybe_convert_to_chatml; "
-                    "dataset.map(maybe_convert_to_chatml, remove_columns='conversations').to_json('messages.jsonl')",
-                )
-            return Problem(message=message, fix=f"rename_columns: [{column}=messages]")
-    renames = []
-    for new in ("prompt", "completion"):
-        if new not in found:
-            old = next((column for column in _LIKELY[new] if column in found), None)
-            renames.append(f"{old or f'YOUR_{new.upper()}_COLUMN'}={new}")
-    return Problem(message=message, fix=f"rename_columns: [{', '.join(renames)}]")
 
 
 RowCheck = tuple[str, str, Callable[[dict[str, Any]], bool]]
@@ -203,3 +162,18 @@ _PROMPT_CHECKS: tuple[RowCheck, ...] = (
         ),
     ),
 )
+
+
+def _text_checks(column: str) -> tuple[RowCheck, ...]:
+    return (
+        (
+            f"have no text in {column!r}",
+            "remove these rows, or fill them",
+            lambda row: row[column] is None or (isinstance(row[column], str) and not row[column].strip()),
+        ),
+        (
+            f"have a {column!r} that is not text",
+            f"write {column!r} as a string; conversations go into a column 'messages'",
+            lambda row: not isinstance(row[column], str),
+        ),
+    )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MAX_ROWS_MEASURED = 10_000
 WARN_ABOVE = 0.05
 _BATCH = 256
+# A template leaves all of them out or none, whatever they say.
+_MAX_SYSTEM_MESSAGES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class LengthReport:
             f"{self.longest_tokens} tokens, {limit}{measured}"
         )
         if self.num_lost:
-            text += f"; {self.num_lost} lose their whole answer and are dropped"
+            text += f"; {self.num_lost} lose their whole answer and teach nothing"
         if self.cut_share > WARN_ABOVE:
             text = (
                 f"warning: {text}\n  fix   max_length: {self.fitting_tokens}   (then at most {WARN_ABOVE:.0%} are cut)"
@@ -68,28 +70,35 @@ def measure_lengths(
     *,
     max_length: int | None,
     chat_template: str | None = None,
+    text_field: str = "text",
 ) -> LengthReport:
     """Tokenize up to 10,000 samples as TRL will and compare them with `max_length`.
 
     Args:
-        dataset: checked examples, ``messages`` or ``prompt``/``completion``.
+        dataset: checked examples: ``messages``, ``prompt``/``completion``, or a text column.
         tokenizer: a fast tokenizer.
         max_length: tokens that a sample is cut to; None cuts nothing.
         chat_template: the template used in training; with generation marks, a sample whose answers lie wholly
             behind the cut is counted as lost.
+        text_field: the text column, where there are neither conversations nor completions.
 
     Raises:
-        DataError: a row that the template refuses, such as two user turns in a row under Llama 2's.
+        DataError: a row that the template refuses, such as two user turns in a row under Llama 2's, or a template
+            that leaves system messages out.
     """
     step = max(1, -(-len(dataset) // MAX_ROWS_MEASURED))
     picked = dataset if step == 1 else dataset.select(range(0, len(dataset), step))
+    if text_field not in dataset.column_names:
+        text_field = ""
     measured: list[tuple[int, int]] = []
     for start in range(0, len(picked), _BATCH):
         rows = picked[start : start + _BATCH]
         try:
-            measured.extend(_measure(rows, tokenizer, chat_template))
+            measured.extend(_measure(rows, tokenizer, chat_template, text_field))
         except TemplateError as error:
             raise _unrenderable(rows, tokenizer, chat_template, start, step, error) from error
+    if "messages" in dataset.column_names:
+        _refuse_dropped_system_messages(picked, tokenizer, chat_template, step)
     lengths = [length for length, _ in measured]
     first_learned = [first for _, first in measured]
     limit = max(lengths) if max_length is None else max_length
@@ -119,14 +128,44 @@ def check_lengths(report: LengthReport) -> None:
         )
 
 
-def _measure(rows: dict[str, list[Any]], tokenizer: Any, chat_template: str | None) -> list[tuple[int, int]]:
+def _measure(
+    rows: dict[str, list[Any]], tokenizer: Any, chat_template: str | None, text_field: str = ""
+) -> list[tuple[int, int]]:
     """Return (tokens, position of the first token that counts) of each row of a batch."""
+    if text_field and "messages" not in rows and "prompt" not in rows:
+        return [(length, 0) for length in _count_with_end_token(rows[text_field], tokenizer)]
     if "messages" not in rows:
         return _measure_completions(rows["prompt"], rows["completion"], tokenizer, chat_template)
     if "tools" in rows:  # tools are rendered into the text, and differ from row to row
         pairs = zip(rows["messages"], rows["tools"], strict=True)
         return [_measure_messages([turns], tokenizer, chat_template, tools)[0] for turns, tools in pairs]
     return _measure_messages(rows["messages"], tokenizer, chat_template, None)
+
+
+def _count_with_end_token(texts: list[str], tokenizer: Any) -> list[int]:
+    """Return token counts, with the end token that TRL appends where a text has none."""
+    ids = tokenizer(texts)["input_ids"]
+    return [len(row) + (not text.endswith(tokenizer.eos_token)) for row, text in zip(ids, texts, strict=True)]
+
+
+def _refuse_dropped_system_messages(dataset: Dataset, tokenizer: Any, chat_template: str | None, step: int) -> None:
+    """Raise where a template renders a conversation without its system message, as Mistral v0.3's does."""
+    num_looked_at = 0
+    for index, row in enumerate(dataset):
+        turns = row["messages"]
+        system = turns[0]["content"].strip() if turns[0]["role"] == "system" and turns[0]["content"] else ""
+        if not system:
+            continue
+        text = tokenizer.apply_chat_template(turns, chat_template=chat_template, tokenize=False)
+        if system not in text:
+            raise DataError(
+                f"the chat template leaves the system message of row {index * step + 1} out, so nothing would be "
+                "learned under it",
+                fix="put its text in front of the first user message, or set chat_template to one that renders it",
+            )
+        num_looked_at += 1
+        if num_looked_at == _MAX_SYSTEM_MESSAGES:
+            return
 
 
 def _unrenderable(
@@ -168,9 +207,8 @@ def _measure_completions(
 ) -> list[tuple[int, int]]:
     if isinstance(prompts[0], str):
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        whole, heads = tokenizer(texts)["input_ids"], tokenizer(prompts)["input_ids"]
-        num_added = [0 if text.endswith(tokenizer.eos_token) else 1 for text in texts]  # TRL appends the eos token
-        return [(len(w) + n, len(h)) for w, h, n in zip(whole, heads, num_added, strict=True)]
+        lengths, heads = _count_with_end_token(texts, tokenizer), tokenizer(prompts)["input_ids"]
+        return [(length, len(head)) for length, head in zip(lengths, heads, strict=True)]
     turns = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     render = {"chat_template": chat_template, "tokenize": True, "return_dict": True}
     whole = tokenizer.apply_chat_template(turns, **render)["input_ids"]

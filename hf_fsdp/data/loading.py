@@ -51,18 +51,19 @@ def load_splits(name: str, *, config: str | None = None) -> dict[str, Dataset]:
 def select_eval_examples(
     splits: Mapping[str, Dataset],
     train_split: str,
-    eval_split: str,
+    eval_split: str | None,
     *,
     eval_file: str | None = None,
     eval_fraction: float | None = None,
     seed: int = 42,
-) -> tuple[Dataset, Dataset]:
+) -> tuple[Dataset, Dataset | None]:
     """Return (training, held-out) examples: held out from a file, a fraction of the training split, or a split.
 
     Args:
         splits: what `load_splits` returned.
         train_split: the split to train on.
-        eval_split: the split to hold out when neither `eval_file` nor `eval_fraction` is given.
+        eval_split: the split to hold out when neither `eval_file` nor `eval_fraction` is given; None holds nothing
+            out then.
         eval_file: a file or folder with the held-out examples.
         eval_fraction: share of the training split to hold out, above 0 and below 1; drawn with `seed`.
         seed: which examples are drawn.
@@ -78,7 +79,7 @@ def select_eval_examples(
         )
     if eval_file:
         held_out = load_splits(eval_file)
-        return train, held_out.get(eval_split) or next(iter(held_out.values()))
+        return train, held_out.get(eval_split or "test") or next(iter(held_out.values()))
     if eval_fraction is not None:
         num_held_out = round(len(train) * eval_fraction)
         if not 0 < eval_fraction < 1 or not 0 < num_held_out < len(train):
@@ -88,6 +89,8 @@ def select_eval_examples(
             )
         parts = train.train_test_split(test_size=num_held_out, seed=seed)
         return parts["train"], parts["test"]
+    if eval_split is None:
+        return train, None
     if eval_split == train_split:
         raise DataError(
             f"dataset_test_split={eval_split!r} is the training split: the loss on it would say nothing",

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp.config.io import ACCELERATE_ONLY_KEYS, EXAMPLE_SECTION, is_accelerate_file, load_yaml
-from hf_fsdp.config.parse import DOTTED_KEYS, SECTION_FIELDS, shown, yaml_value
+from hf_fsdp.config.parse import DOTTED_KEYS, SECTION_FIELDS
 from hf_fsdp.config.schema import FSDPConfig
+from hf_fsdp.config.values import shown, yaml_value
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
 
 _WORDS = ("eval_strategy", "save_strategy", "logging_strategy")

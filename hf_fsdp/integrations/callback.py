@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_fsdp.config.environment import from_accelerate_environment, is_fsdp_launch, scrubbed_fsdp_environment
+from hf_fsdp.config.environment import from_accelerate_environment, is_fsdp_launch
 from hf_fsdp.config.precedence import merge, stated_by
 from hf_fsdp.config.schema import FSDPConfig, single_process_refused
 from hf_fsdp.config.validate import note_config
+from hf_fsdp.data.attention import compute_dtype
+from hf_fsdp.data.packing import check_packing, packs_samples, prove_packing
 from hf_fsdp.errors import IntegrationError, ShardingError
 from hf_fsdp.integrations import accelerate as seams
 from hf_fsdp.integrations import trainer as trainer_seam
-from hf_fsdp.integrations.wandb import log_audit, log_first_step
-from hf_fsdp.monitor.first_step import StepMonitor
-from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp, get_applied_sharding
-from hf_fsdp.sharding.audit import Audit, audit_sharding
-from hf_fsdp.sharding.audit_table import render_audit
-from hf_fsdp.units import format_bytes
-
-AUDIT_FILE = "audit.json"
+from hf_fsdp.integrations import trl as trl_seam
+from hf_fsdp.integrations.backend import TrainingBackend
+from hf_fsdp.integrations.dynamo import read_dynamo_plugin, take_over_compilation
+from hf_fsdp.integrations.evaluation import install_evaluation_seams
+from hf_fsdp.integrations.fork import check_fork
+from hf_fsdp.integrations.launch import launch_environment
+from hf_fsdp.integrations.loss_scaling import FP16_PRESET
+from hf_fsdp.policies.packed_weights import ready_for_training
+from hf_fsdp.sharding.apply import get_applied_sharding
+from hf_fsdp.sharding.audit import Audit
 
 
 class FSDPCallback(TrainerCallback):
@@ -51,34 +55,44 @@ class FSDPCallback(TrainerCallback):
         >>> callback = FSDPCallback(FSDPConfig(precision="fp32"))
     """
 
+    hf_fsdp_evaluates = True  # evaluation.MARK: its seams act on Trainers that have this callback
+
     def __init__(self, config: FSDPConfig | None = None):
         if config is not None and not isinstance(config, FSDPConfig):
             raise IntegrationError(
                 f"FSDPCallback was given a {type(config).__name__}, not an FSDPConfig",
                 fix='FSDPCallback(FSDPConfig(precision="bf16-mixed")), or FSDPCallback(FSDPConfig.from_yaml(PATH))',
             )
+        check_fork()
         self._config = config
-        self._launch_environment = _launch_environment()
-        self._attached: _TrainerBackend | None = None
+        self._launch_environment = launch_environment()
+        self._attached: TrainingBackend | None = None
         self._single_process = False
         # Before Trainer builds its Accelerator: on CPU, Accelerate would drop the FSDP plugin.
         seams.install_seams()
         trainer_seam.install_trainer_seam()
+        install_evaluation_seams()
 
     @property
     def audit(self) -> Audit | None:
         """The latest audit, or None before the model was prepared and in a single process."""
         return self._attached.audit if self._attached else None
 
+    @property
+    def frozen_audits(self) -> tuple[Audit, ...]:
+        """The audits of models that are only run: a DPO reference, a teacher, a reward model."""
+        return self._attached.frozen_audits if self._attached else ()
+
     # -- Trainer's events ---------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the settings, decide the config in force, and attach the backend."""
         if args.world_size <= 1:
-            self._refuse_or_announce_single_process(args)
+            self._refuse_or_announce_single_process(args, kwargs.get("model"))
             return
         plugin = seams.current_plugin()
-        problems = trainer_seam.check_training_arguments(args)
+        trl_seam.install_trl_seams()
+        problems = trainer_seam.check_training_arguments(args) + trl_seam.check_trl_arguments(args)
         if not problems:  # a plugin that is missing for a reason named above needs no second message
             problems += trainer_seam.check_plugin(plugin, args.world_size)
         if problems:
@@ -91,20 +105,26 @@ class FSDPCallback(TrainerCallback):
             )
         config, lines = self._config_in_force(args)
         trainer_seam.turn_checkpointing_off(args)
+        lines += take_over_compilation(args, config)
         args.bf16 = config.precision.preset.startswith("bf16") or config.precision.preset == "auto"
+        args.fp16 = config.precision.preset == FP16_PRESET
         seams.set_sync_each_batch(config.sharding.sync_each_batch)
         seams.set_checkpoint_format(config.checkpoint.format)
         if not is_fsdp_launch(self._launch_environment):
             # Building the plugin has set it; left there, a later Trainer without FSDP would get one.
             os.environ.pop("ACCELERATE_USE_FSDP", None)
-        self._attached = _TrainerBackend(
+        self._attached = TrainingBackend(
             config,
             Path(args.output_dir),
             is_printer=args.process_index == 0,
             accumulates=args.gradient_accumulation_steps > 1,
         )
+        self._attached.packs = packs_samples(args)
         seams.attach_backend(self._attached)
         self._attached.say(*lines)
+        if (model := kwargs.get("model")) is not None:
+            self._attached.trained = weakref.ref(model)
+            self._attached.say(*ready_for_training(model, config.precision.preset))
 
     def on_train_begin(
         self,
@@ -118,6 +138,7 @@ class FSDPCallback(TrainerCallback):
         """Audit the model that is about to be trained, with its optimizer."""
         backend = self._backend_in_force(args, model)
         if backend is None:
+            self._prove_unsharded_packing(args, model)
             return
         assert model is not None
         backend.begin_training(model, _inner_optimizer(optimizer))
@@ -131,7 +152,8 @@ class FSDPCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Refuse an evaluation on a model that is not sharded."""
-        self._backend_in_force(args, model)
+        if self._backend_in_force(args, model) is None:
+            self._prove_unsharded_packing(args, model)
 
     def on_pre_optimizer_step(
         self,
@@ -187,7 +209,7 @@ class FSDPCallback(TrainerCallback):
         merged = merge(
             given,
             stated,
-            from_accelerate_environment(self._launch_environment),
+            {**from_accelerate_environment(self._launch_environment), **read_dynamo_plugin(args)},
         )
         lines = list(merged.overrides)
         lines += note_config(merged.config)
@@ -195,7 +217,7 @@ class FSDPCallback(TrainerCallback):
             lines.append("gradient checkpointing: done by hf-fsdp (same blocks, random state kept), not by Trainer")
         return merged.config, lines
 
-    def _refuse_or_announce_single_process(self, args: TrainingArguments) -> None:
+    def _refuse_or_announce_single_process(self, args: TrainingArguments, model: nn.Module | None) -> None:
         num_started = int(os.environ.get("WORLD_SIZE") or 1)
         if num_started > 1:
             raise IntegrationError(
@@ -210,9 +232,19 @@ class FSDPCallback(TrainerCallback):
             raise ShardingError(single_process_refused(config.sources.get("sharding.require_sharding")))
         if not self._single_process:
             print("hf-fsdp: one process, so the model is trained unsharded and fsdp settings do not apply")
+            if config.precision.preset == FP16_PRESET and args.device.type == "cpu":
+                print("hf-fsdp: without sharding, Trainer computes fp16 on a CPU in fp32")
         self._single_process = True
+        if problems := check_packing(args):
+            raise IntegrationError(problems)
+        for line in ready_for_training(model, config.precision.preset) if model is not None else ():
+            print(f"hf-fsdp: {line}")
 
-    def _backend_in_force(self, args: TrainingArguments, model: nn.Module | None) -> _TrainerBackend | None:
+    def _prove_unsharded_packing(self, args: TrainingArguments, model: nn.Module | None) -> None:
+        if model is not None and packs_samples(args):
+            prove_packing(model, compute_dtype("auto", bf16=args.bf16, fp16=args.fp16), autocast=True)
+
+    def _backend_in_force(self, args: TrainingArguments, model: nn.Module | None) -> TrainingBackend | None:
         if args.world_size <= 1:
             return None
         if self._attached is None:
@@ -229,115 +261,6 @@ class FSDPCallback(TrainerCallback):
         return self._attached
 
 
-class _TrainerBackend:
-    """What the seams call for one Trainer."""
-
-    def __init__(self, config: FSDPConfig, output_dir: Path, is_printer: bool, accumulates: bool):
-        self._config = config
-        self._output_dir = output_dir
-        self._is_printer = is_printer
-        self._accumulates = accumulates
-        self._monitor = StepMonitor()
-        self._said: set[str] = set()
-        self._printed_audit_of: int | None = None
-        self._waits_for_first_step = False
-        self.audit: Audit | None = None
-
-    def say(self, *lines: str) -> None:
-        """Print each line once, on one rank."""
-        for line in lines:
-            if self._is_printer and line not in self._said:
-                print(f"hf-fsdp: {line}", flush=True)
-            self._said.add(line)
-
-    def shard(self, model: nn.Module, optimizers: list[Optimizer], device_type: str) -> None:
-        applied = apply_fsdp(model, self._config, optimizers=optimizers, device_type=device_type)
-        self.audit = audit_sharding(model, optimizers[0] if optimizers else None)
-        self._announce(model, applied)
-
-    def observe_loss(self, loss: torch.Tensor) -> None:
-        self._monitor.observe_loss(loss)
-
-    def begin_training(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        applied = get_applied_sharding(model)
-        if applied is not None and applied.config != self._config:
-            raise IntegrationError(
-                "the model was prepared under the FSDPConfig of another Trainer, which was built later",
-                fix="finish with one Trainer before the next is built, or give both the same FSDPConfig",
-            )
-        self._monitor = StepMonitor()
-        self._waits_for_first_step = True
-        self.audit = audit_sharding(model, optimizer)
-        if self._is_printer:
-            self.audit.write(self._output_dir / AUDIT_FILE)
-            log_audit(self.audit)
-
-    def before_step(self, model: nn.Module, step: int, check: bool) -> None:
-        self._monitor.close_step(step)
-        if check or self._waits_for_first_step:
-            self._monitor.check_finite(model, step)
-        if self._waits_for_first_step:
-            self._monitor.before_step(model)
-
-    def before_save(self, model: nn.Module, step: int) -> None:
-        self._monitor.check_finite(model, step, is_taken=True)
-
-    def after_step(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        # A warm-up starts at learning rate 0, where nothing moves and nothing can be learned about who should have.
-        if not self._waits_for_first_step or optimizer is None or not _has_learning_rate(optimizer):
-            return
-        self._waits_for_first_step = False
-        report = self._monitor.after_step(model, optimizer)
-        self.say(*(f"warning: {line}" for line in report.lines()))
-        if not report.lines():
-            dtypes = "+".join(sorted(set(report.optimizer_state_dtypes.values()))) or "none"
-            self.say(
-                f"first step: every trained parameter got a gradient, those with one that is not zero moved; "
-                f"optimizer state: {dtypes}"
-            )
-        if self._is_printer and self.audit is not None:
-            self.audit.add_first_step(report.without_gradient, report.not_moved, report.optimizer_state_dtypes)
-            self.audit.write(self._output_dir / AUDIT_FILE)
-            log_first_step(report)
-
-    def _announce(self, model: nn.Module, applied: AppliedSharding) -> None:
-        if self._printed_audit_of == id(applied) or self.audit is None:
-            return
-        self._printed_audit_of = id(applied)
-        if applied.replaced_model_checkpointing:
-            self.say("the model's own gradient checkpointing was on and is replaced by hf-fsdp's setting")
-        if not self._config.sharding.sync_each_batch and self._accumulates:
-            held = 4 * self.audit.num_trained
-            self.say(
-                f"sharding.sync_each_batch: false keeps whole fp32 gradients between micro-batches: "
-                f"{format_bytes(held)} on every process (estimated, 4 bytes a trained parameter)"
-            )
-        if self._is_printer:
-            print(render_audit(self.audit), flush=True)
-
-
-_environment_at_start: dict[str, str] = {}
-
-
-def _launch_environment() -> dict[str, str]:
-    """Return the environment as the launcher left it, rid of stray `FSDP_*` variables.
-
-    Taken once: building an FSDP plugin sets ``ACCELERATE_USE_FSDP`` itself, so later it says nothing about the launch.
-    """
-    if not _environment_at_start:
-        scrub = scrubbed_fsdp_environment(os.environ)
-        for name in scrub.names:
-            del os.environ[name]
-        if scrub.line and int(os.environ.get("RANK", 0)) == 0:
-            print(scrub.line)
-        _environment_at_start.update(os.environ)
-    return dict(_environment_at_start)
-
-
 def _inner_optimizer(optimizer: Any) -> Optimizer | None:
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
-
-
-def _has_learning_rate(optimizer: Optimizer) -> bool:
-    return any(float(group["lr"]) > 0 for group in optimizer.param_groups)

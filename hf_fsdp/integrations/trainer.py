@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp.config.precedence import Stated
+from hf_fsdp.data.packing import check_packing
 from hf_fsdp.errors import Problem
 from hf_fsdp.integrations.accelerate import active_backend, current_plugin, replace_method
+from hf_fsdp.integrations.dynamo import read_compile_arguments
+from hf_fsdp.integrations.losses import check_unproven
+from hf_fsdp.integrations.optimizers import check_optimizer
+from hf_fsdp.integrations.trl import items_for_loss
 from hf_fsdp.policies.blocks import class_name
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.mesh import agree_all
-
-# Adafactor factors whole matrices, which no rank has; Adagrad makes whole state before anything is sharded.
-_REFUSED_OPTIMIZERS = ("adafactor", "adagrad", "paged_adamw", "paged_lion")
-
 
 _PROBED = "_hf_fsdp_loss_scales"
 
@@ -46,8 +46,10 @@ def _training_step(
     times too large. The loss itself is asked, once: twice the items must give half of it.
     """
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
-    if active_backend() is None or own_loss:
+    if active_backend() is None:
         return original(model, inputs, num_items_in_batch)
+    if own_loss:
+        return original(model, inputs, items_for_loss(trainer, num_items_in_batch))
     if num_items_in_batch is not None and trainer.model_accepts_loss_kwargs and not hasattr(trainer, _PROBED):
         scales = _loss_scales(trainer, model, inputs, num_items_in_batch)
         if scales is not None:
@@ -111,7 +113,9 @@ def read_training_arguments(args: TrainingArguments) -> dict[str, Stated]:
         every = (_checkpointing_kwargs(args) or {}).get("every_n_layers", 1)
         if every != 1:
             stated["activation_checkpointing.every"] = Stated(every, f"{name}(every_n_layers={every})", typed)
-    return stated
+        if (_checkpointing_kwargs(args) or {}).get("offload"):
+            stated["offload.activations"] = Stated("block_inputs", f"{name}(offload=True)", typed)
+    return stated | read_compile_arguments(args)
 
 
 def checkpointing_is_on(args: TrainingArguments) -> bool:
@@ -129,7 +133,7 @@ def turn_checkpointing_off(args: TrainingArguments) -> None:
 def check_training_arguments(args: TrainingArguments) -> list[Problem]:
     """Return what in `args` cannot work with sharded training, whatever the config says."""
     name = type(args).__name__
-    problems = []
+    problems = [*check_unproven(args), *check_packing(args)]
     for flag in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, flag, False):
             problems.append(
@@ -140,14 +144,7 @@ def check_training_arguments(args: TrainingArguments) -> list[Problem]:
                     source=f"{name}(...)",
                 )
             )
-    if (optimizer := str(getattr(args.optim, "value", args.optim))) in _REFUSED_OPTIMIZERS or "8bit" in optimizer:
-        problems.append(
-            Problem(
-                message=f"optim={optimizer!r} does not work on sharded parameters in this release",
-                fix="optim='adamw_torch_fused' (or adamw_torch, sgd, rmsprop)",
-                source=f"{name}(...)",
-            )
-        )
+    problems += check_optimizer(args)
     if args.auto_find_batch_size:
         problems.append(
             Problem(
@@ -194,14 +191,6 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin | None, world_size: int)
                 message="Accelerate's own fsdp_activation_checkpointing is on: it recomputes without the random state, "
                 "so with any dropout the gradients are wrong",
                 fix="fsdp_activation_checkpointing: false, and activation_checkpointing: full in FSDPConfig",
-                source="Accelerate's file or fsdp_config",
-            )
-        )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        problems.append(
-            Problem(
-                message="offloading parameters to the CPU arrives in a later release",
-                fix="fsdp_offload_params: false (cpu_offload: false in fsdp_config)",
                 source="Accelerate's file or fsdp_config",
             )
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from hf_fsdp.monitor.samples import Sample
 from hf_fsdp.sharding.audit import Audit, UnitRow
 
 
@@ -32,6 +34,26 @@ def log_first_step(report: Any) -> bool:
     if run is None:
         return False
     run.summary.update({f"hf_fsdp/{name}": value for name, value in asdict(report).items()})
+    return True
+
+
+def log_loss_scale(scale: float | None, num_skipped: int) -> bool:
+    """Send the loss scale and the number of skipped steps; return whether there is a run."""
+    run = _active_run()
+    if run is None or scale is None:
+        return False
+    run.log({"hf_fsdp/loss_scale": scale, "hf_fsdp/skipped_steps": num_skipped}, commit=False)
+    return True
+
+
+def log_samples(samples: Sequence[Sample], step: int) -> bool:
+    """Send what the model answered as a table; return whether there is a run."""
+    run = _active_run()
+    if run is None:
+        return False
+    columns = [item.name for item in fields(Sample)]
+    rows = [[step, *(getattr(sample, name) for name in columns)] for sample in samples]
+    run.log({"samples": sys.modules["wandb"].Table(columns=["step", *columns], data=rows)}, commit=False)
     return True
 
 

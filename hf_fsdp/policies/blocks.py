@@ -59,7 +59,7 @@ def find_blocks(model: nn.Module) -> Draft:
     if not draft.blocks:
         raise WrapPolicyError(
             f"wrap.policy='transformer_layers' finds no repeated blocks in {class_name(model)}, "
-            f"so the whole model would be one group: a {_model_size(model)} all-gather",
+            f"so the whole model would be one group: a {model_size(model)} all-gather",
             near=_candidates(model),
             fix=f"wrap: {{layer_classes: [{_first_candidate(model) or 'NameOfYourLayer'}]}} or, in Python, "
             "FSDPConfig(wrap=lambda model: [list of modules])",
@@ -158,7 +158,7 @@ def blocks_by_class(model: nn.Module, layer_classes: Iterable[str]) -> dict[str,
     missing = [name for name in wanted if name not in counts]
     if missing:
         consequence = (
-            f", so the whole model would be one group: a {_model_size(model)} all-gather"
+            f", so the whole model would be one group: a {model_size(model)} all-gather"
             if len(missing) == len(wanted)
             else ""
         )
@@ -240,7 +240,8 @@ def class_name(module: nn.Module) -> str:
     return type(inner).__name__
 
 
-def _model_size(model: nn.Module) -> str:
+def model_size(model: nn.Module) -> str:
+    """Return the bytes of all parameters of `model` in words."""
     return format_bytes(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
 
 

@@ -5,7 +5,10 @@
 | `fp32` | float32 | float32 | float32 | as loaded | float32 |
 | `bf16-mixed` | float32 | bfloat16 | float32 | as loaded | float32 |
 | `bf16-true` | bfloat16 | bfloat16 | float32 | as loaded | float32 |
+| `fp16-mixed` | float32 | float16 | float32 | as loaded | float32 |
 
+`fp16-mixed` keeps norms in float32 (float16 leaves its range there first) and its loss is scaled: Trainer's and
+Accelerate's loops by `integrations/loss_scaling.py`, your own loop by `torch.amp.GradScaler(device)`.
 Gradients are reduced in float32 everywhere: a sum over ranks in bfloat16 keeps 8 bits of the result.
 Frozen weights keep the dtype they were loaded in (under `bf16-true` they are stored in bfloat16 too): they have
 no optimizer step to round, and an fp32 copy would double the memory of a LoRA base. Buffers are never cast,
@@ -25,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from hf_fsdp.config.schema import PrecisionConfig
 from hf_fsdp.errors import PrecisionError
 from hf_fsdp.policies.raw_reads import RawRead, find_raw_reads, is_read_from_outside
+from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,7 @@ _PRESETS = {
     "fp32": (torch.float32, torch.float32),
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "bf16-true": (torch.bfloat16, torch.bfloat16),
+    "fp16-mixed": (torch.float32, torch.float16),
 }
 _TORCH_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -94,13 +99,16 @@ def resolve_precision(config: PrecisionConfig) -> PrecisionTable:
             fix="precision: bf16-mixed",
         )
     storage, compute = _PRESETS[preset]
+    keep_norms = config.keep_norms_fp32
+    if keep_norms == "auto":
+        keep_norms = compute is torch.float16 and GROUPS_CAST_EACH_MODULE
     return PrecisionTable(
         preset=preset,
         storage=storage,
         compute=compute,
         reduce=_DTYPES[config.reduce_dtype],
         output=torch.float32,
-        keep_norms_fp32=config.keep_norms_fp32 and compute is not torch.float32,
+        keep_norms_fp32=bool(keep_norms) and compute is not torch.float32,
     )
 
 

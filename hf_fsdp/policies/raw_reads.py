@@ -4,26 +4,22 @@ A unit's parameters are whole only while its own forward runs. A module whose we
 (`F.linear(x, self.lm_head.weight)`, as fused and chunked losses do) would hand out its shard there, so it must
 stay in the unit of its reader. Found by reading the source of the forwards: it costs nothing, needs no inputs,
 and covers forwards that were replaced on the instance (TRL, Liger), methods and functions that a forward calls
-with the module or a part of it, and names that stand for it on the way.
+with the module or a part of it, and names that stand for it on the way. The same reading tells which modules are
+called and by whom: a module whose parts are called past its own forward would not be gathered then.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-# Reading these of a weight never touches its values.
-_METADATA = frozenset(
-    {"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_meta", "is_cuda", "element_size"}
-)
-_TENSORS = frozenset({"weight", "bias"})
+from hf_fsdp.policies.forward_source import Summary, forward_functions, summarize
+
 # Methods without arguments that hand out a part of the model and do nothing else.
 _GETTERS = frozenset({"get_input_embeddings", "get_output_embeddings", "get_decoder", "get_encoder", "get_base_model"})
 # How many calls are followed from a forward: forward -> loss function -> kernel wrapper, and one to spare.
@@ -43,25 +39,65 @@ class RawRead:
     certain: bool = True
 
 
-def find_raw_reads(model: nn.Module) -> frozenset[RawRead]:
-    """Return every read of another module's weight or bias that a forward of `model` contains."""
+@dataclass(frozen=True)
+class ModuleCall:
+    """`caller`'s forward (or a method or function that it runs) calls `target`; both are module names."""
+
+    caller: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the forwards of a model say about its modules."""
+
+    reads: frozenset[RawRead]
+    calls: frozenset[ModuleCall]
+    # Modules that return a tensor of theirs (a bias that the caller adds): it is not whole after their forward.
+    returning: frozenset[str] = frozenset()
+
+    def is_gathered_by_its_forward(self, name: str) -> bool:
+        """Return whether all uses of the module `name` lie inside its own forward, so that it can be a unit."""
+        return not (
+            is_read_from_outside(name, self.reads) or is_called_in_parts(name, self.calls) or name in self.returning
+        )
+
+
+def read_sources(model: nn.Module) -> Sources:
+    """Return every read of another module's tensors, and every call of a module, that a forward of `model` contains."""
     names = {id(module): name for name, module in model.named_modules()}
     by_last_name: dict[str, list[str]] = {}
     for name in names.values():
         by_last_name.setdefault(name.rpartition(".")[2], []).append(name)
     reads: set[RawRead] = set()
+    calls: set[ModuleCall] = set()
+    returning: set[str] = set()
     for reader, module in model.named_modules():
-        for owner in _owners_read_by(module):
+        found = _follow_forward(module)
+        for owner in found.reads:
             # A name that could not be followed to a module stands for every module of that name.
             certain = not isinstance(owner, str)
             targets = by_last_name.get(owner, []) if isinstance(owner, str) else [names.get(id(owner))]
             reads.update(RawRead(reader, name, certain) for name in targets if name is not None and name != reader)
-    return frozenset(reads)
+        calls.update(ModuleCall(reader, names[id(called)]) for called in found.calls if id(called) in names)
+        if found.returns_tensor:
+            returning.add(reader)
+    return Sources(frozenset(reads), frozenset(calls), frozenset(returning))
+
+
+def find_raw_reads(model: nn.Module) -> frozenset[RawRead]:
+    """Return every read of another module's tensors that a forward of `model` contains."""
+    return read_sources(model).reads
 
 
 def is_read_from_outside(name: str, reads: frozenset[RawRead]) -> bool:
     """Return whether anything outside the module `name` reads a weight inside it."""
     return any(_inside(read.target, name) and not _inside(read.reader, name) for read in reads)
+
+
+def is_called_in_parts(name: str, calls: frozenset[ModuleCall]) -> bool:
+    """Return whether anything outside the module `name` calls a module inside it, past `name`'s own forward."""
+    return any(call.target != name and _inside(call.target, name) and not _inside(call.caller, name) for call in calls)
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -71,10 +107,23 @@ def _inside(name: str, outer: str) -> bool:
 # -- following a forward ----------------------------------------------------------------------------------------------
 
 
-def _owners_read_by(module: nn.Module) -> list[nn.Module | str]:
-    """Modules (or, where they cannot be followed, their last names) whose tensors `module`'s forward reads."""
-    found: list[nn.Module | str] = []
+@dataclass
+class _Found:
+    """Modules (or, where they cannot be followed, their last names) whose tensors a forward reads; modules it calls."""
+
+    reads: list[nn.Module | str] = field(default_factory=list)
+    calls: list[nn.Module] = field(default_factory=list)
+    returns_tensor: bool = False
+
+
+def _follow_forward(module: nn.Module) -> _Found:
+    found = _Found()
     for function in forward_functions(module):
+        summary = summarize(function)
+        scope = _Scope(function, summary, {summary.first: module} if summary.first else {})
+        for node in summary.returned:
+            owner = scope.value(node.value)
+            found.returns_tensor |= isinstance(owner, nn.Module) and owner._parameters.get(node.attr) is not None
         _follow(function, {}, module, found, set(), _MAX_DEPTH)
     return found
 
@@ -83,11 +132,11 @@ def _follow(
     function: Callable[..., Any],
     bound: dict[str, Any],
     this: nn.Module | None,
-    found: list[nn.Module | str],
+    found: _Found,
     seen: set[Any],
     depth: int,
 ) -> None:
-    summary = _summarize(function)
+    summary = summarize(function)
     key = (function, id(this), *sorted((name, id(value)) for name, value in bound.items()))
     if summary.is_idle or key in seen:
         return
@@ -98,12 +147,19 @@ def _follow(
     for owner in summary.reads:
         value = scope.value(owner)
         if isinstance(value, nn.Module):
-            found.append(value)
+            found.reads.append(value)
         elif value is _UNKNOWN and (name := scope.last_name(owner)) is not None:
-            found.append(name)
+            found.reads.append(name)
+    for node in summary.attributes:  # tensors under other names than weight and bias: in_proj_weight, gate_up_proj
+        value = scope.value(node.value)
+        if isinstance(value, nn.Module) and value._parameters.get(node.attr) is not None:
+            found.reads.append(value)
     if depth == 0:
         return
     for call in summary.calls:
+        if isinstance(called := scope.value(call.func), nn.Module):
+            found.calls.append(called)
+            continue
         callee, receiver = scope.callee(call.func)
         if callee is None:
             continue
@@ -114,7 +170,7 @@ def _follow(
 
 def _bind(callee: Callable[..., Any], call: ast.Call, scope: _Scope, *, skip_first: bool) -> dict[str, Any]:
     """Parameters of `callee` that this call fills with modules."""
-    parameters = _summarize(callee).parameters[1 if skip_first else 0 :]
+    parameters = summarize(callee).parameters[1 if skip_first else 0 :]
     given = [*zip(parameters, call.args, strict=False), *((item.arg, item.value) for item in call.keywords if item.arg)]
     values = {name: scope.value(argument) for name, argument in given}
     return {name: value for name, value in values.items() if isinstance(value, nn.Module)}
@@ -125,7 +181,7 @@ class _Scope:
     """What the names inside one function stand for, as far as modules are concerned."""
 
     function: Callable[..., Any]
-    summary: _Summary
+    summary: Summary
     bound: dict[str, Any]
     pending: set[str] = field(default_factory=set)
 
@@ -207,97 +263,3 @@ def _outer_value(function: Callable[..., Any], name: str) -> Any:
             except ValueError:
                 return _UNKNOWN
     return function.__globals__.get(name, _UNKNOWN)
-
-
-# -- reading a function -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """What matters in one function's source; `aliases` are plain assignments of names, the last one counts."""
-
-    parameters: tuple[str, ...] = ()
-    reads: tuple[ast.expr, ...] = ()
-    calls: tuple[ast.Call, ...] = ()
-    aliases: dict[str, ast.expr] = field(default_factory=dict)
-
-    @property
-    def first(self) -> str | None:
-        return self.parameters[0] if self.parameters else None
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.reads and not self.calls
-
-
-def forward_functions(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield every function that `module`'s forward is made of: on the instance, of its classes, inside wrappers."""
-    candidates = [vars(module).get("forward")]
-    for cls in type(module).__mro__:
-        if cls is nn.Module:
-            break
-        candidates.append(vars(cls).get("forward"))
-    for candidate in candidates:
-        if candidate is not None:
-            yield from _unwrap_all(candidate)
-
-
-def _unwrap_all(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Every function in a chain of wrappers: a wrapper that carries `__wrapped__` has code of its own."""
-    chain: list[Callable[..., Any]] = []
-    pending: list[Any] = [function]
-    while pending:
-        current = pending.pop()
-        if isinstance(current, functools.partial):
-            pending.append(current.func)
-        elif hasattr(current, "__func__"):
-            pending.append(current.__func__)
-        elif inspect.isfunction(current) and current not in chain:
-            chain.append(current)
-            pending.append(getattr(current, "__wrapped__", None))
-    return chain
-
-
-@functools.lru_cache(maxsize=4096)
-def _summarize(function: Callable[..., Any]) -> _Summary:
-    try:
-        # The source of this very function and not of the one it wraps, which `inspect` would go on to.
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (OSError, TypeError, SyntaxError):
-        return _Summary()
-    code = function.__code__
-    aliases: dict[str, ast.expr] = {}  # lm_head = self.get_output_embeddings()
-    reads: list[ast.expr] = []
-    calls: list[ast.Call] = []
-    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    for node in ast.walk(tree):
-        if (assigned := _assignment(node)) is not None:
-            aliases[assigned[0]] = assigned[1]
-        elif isinstance(node, ast.Attribute) and node.attr in _TENSORS:
-            parent = parents.get(node)
-            if not (isinstance(parent, ast.Attribute) and parent.attr in _METADATA):
-                reads.append(node.value)
-        elif isinstance(node, ast.Call) and _may_lead_on(node):
-            calls.append(node)
-    return _Summary(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], tuple(reads), tuple(calls), aliases)
-
-
-def _assignment(node: ast.AST) -> tuple[str, ast.expr] | None:
-    """Name and value of a plain assignment of something that may stand for a module."""
-    if isinstance(node, ast.Assign) and len(node.targets) == 1:
-        target: ast.expr = node.targets[0]
-    elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
-        target = node.target
-    else:
-        return None
-    if isinstance(target, ast.Name) and isinstance(node.value, ast.Name | ast.Attribute | ast.Call):
-        return target.id, node.value
-    return None
-
-
-def _may_lead_on(call: ast.Call) -> bool:
-    """A method of something, or a function that is handed a name or a part of something."""
-    arguments = [*call.args, *(item.value for item in call.keywords)]
-    if isinstance(call.func, ast.Attribute):
-        return isinstance(call.func.value, ast.Name | ast.Attribute)
-    return isinstance(call.func, ast.Name) and any(isinstance(item, ast.Name | ast.Attribute) for item in arguments)

@@ -6,17 +6,14 @@ the network. Transformer layers are the right size (see `blocks.py` for how they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+from collections.abc import Iterator
 
 from torch import nn
 
 from hf_fsdp.config.schema import WrapConfig
-from hf_fsdp.errors import WrapPolicyError
+from hf_fsdp.policies.block_parts import split_blocks, split_reversible_blocks
 from hf_fsdp.policies.blocks import (
-    MAX_UNIT_SHARE,
-    MIN_SHARE,
     Draft,
     blocks_by_class,
     blocks_from_callable,
@@ -24,65 +21,38 @@ from hf_fsdp.policies.blocks import (
     find_blocks,
     has_forward,
     holder_of,
-    is_block_list,
     is_related,
     is_worth_a_unit,
     num_parameters,
 )
+from hf_fsdp.policies.by_size import blocks_by_size
+from hf_fsdp.policies.coverage import BESIDE_LARGEST_SHARE, check_coverage
 from hf_fsdp.policies.precision import PrecisionTable, find_norms
-from hf_fsdp.policies.raw_reads import RawRead, find_raw_reads, is_read_from_outside
-from hf_fsdp.units import format_count
+from hf_fsdp.policies.raw_reads import RawRead, Sources, is_read_from_outside, read_sources
+from hf_fsdp.policies.wrap_plan import (
+    Unit,
+    UnitKind,
+    WrapPlan,
+    canonical_names,
+    num_outer,
+    shared_owners,
+    unit_parameters,
+)
 
-UnitKind = Literal["block", "embedding", "head", "norms", "root"]
+__all__ = [
+    "BESIDE_LARGEST_SHARE",
+    "Unit",
+    "UnitKind",
+    "WrapPlan",
+    "build_wrap_plan",
+    "canonical_names",
+    "class_name",
+    "shared_owners",
+    "unit_parameters",
+]
 
-# What a unit may hold beside its largest tensor before that is reported: a tied embedding comes with a final norm.
-BESIDE_LARGEST_SHARE = 0.05
 # From this share on, a table that is not the token embedding (Gemma's per-layer ones) is worth a unit.
 LARGE_TABLE_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules whose parameters are gathered together by one `fully_shard` call."""
-
-    kind: UnitKind
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-
-    @property
-    def label(self) -> str:
-        """Name and class, as the audit shows them."""
-        if self.kind == "norms":
-            return f"norms ({len(self.names)})"
-        name = "(root)" if self.kind == "root" else self.names[0]
-        more = f" +{len(self.names) - 1}" if len(self.names) > 1 else ""
-        return f"{name}{more} {class_name(self.modules[0])}"
-
-
-@dataclass(frozen=True)
-class WrapPlan:
-    """The units of a model, inner ones first and the root last.
-
-    `root_owned` are names of shared tensors that the root keeps because their owners would be in different units.
-    """
-
-    units: tuple[Unit, ...]
-    root_owned: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The repeated blocks in the order of the model, none inside another: what is checkpointed."""
-        named = {
-            name: module
-            for unit in self.units
-            if unit.kind == "block"
-            for name, module in zip(unit.names, unit.modules, strict=True)
-        }
-        order = {id(module): index for index, module in enumerate(self.units[-1].modules[0].modules())}
-        outermost = [module for name, module in named.items() if not _outer_blocks(name, named)]
-        return sorted(outermost, key=lambda module: order[id(module)])
 
 
 def build_wrap_plan(model: nn.Module, config: WrapConfig, precision: PrecisionTable) -> WrapPlan:
@@ -97,18 +67,16 @@ def build_wrap_plan(model: nn.Module, config: WrapConfig, precision: PrecisionTa
         WrapPolicyError: no unit is found, a class name matches nothing, or repeated blocks would stay in a root unit
             that holds more than a quarter of the model.
     """
-    if config.callable is not None:
-        draft = blocks_from_callable(model, config.callable)
-    elif config.layer_classes:
-        draft = Draft(blocks_by_class(model, config.layer_classes))
-    else:
-        draft = find_blocks(model)
     owners = shared_owners(model)
-    reads = find_raw_reads(model)
-    _leave_read_blocks_to_the_root(draft, reads)
-    norms = find_norms(model, reads) if precision.keep_norms_fp32 else []
-    edges = _edge_units(model, draft, owners, reads)
-    block_groups, root_owned = _settle_shared_tensors(draft.blocks, owners)
+    sources = read_sources(model)
+    norms = find_norms(model, sources.reads) if precision.keep_norms_fp32 else []
+    if config.policy == "size":
+        draft = blocks_by_size(model, config.min_num_params, sources, {id(module) for _, module in norms})
+        edges: list[Unit] = []
+    else:
+        draft = _draft_layers(model, config, sources, owners)
+        edges = _edge_units(model, draft, owners, sources.reads)
+    block_groups, root_owned = _settle_shared_tensors(model, draft.blocks, owners)
 
     units: list[Unit] = []
     if norms:
@@ -116,43 +84,23 @@ def build_wrap_plan(model: nn.Module, config: WrapConfig, precision: PrecisionTa
     units += [Unit("block", group, tuple(draft.blocks[name] for name in group)) for group in block_groups]
     units += edges
     units.append(Unit("root", ("",), (model,)))
-    plan = WrapPlan(tuple(units), frozenset(root_owned), tuple(draft.notes))
-    return WrapPlan(plan.units, plan.root_owned, plan.notes, tuple(_check_coverage(plan, model)))
+    by_size = config.policy == "size"
+    plan = WrapPlan(tuple(units), frozenset(root_owned), tuple(dict.fromkeys(draft.notes)), by_size=by_size)
+    return dataclasses.replace(plan, warnings=tuple(check_coverage(plan, model)))
 
 
-def unit_parameters(plan: WrapPlan) -> list[tuple[Unit, dict[str, nn.Parameter]]]:
-    """Return the parameters of every unit by canonical name: each belongs to the first unit that reaches it.
-
-    The same rule that `fully_shard` follows when it is called on the units in order.
-    """
-    root = plan.units[-1].modules[0]
-    names = canonical_names(root)
-    root_owned = {id(parameter) for name, parameter in root.named_parameters() if name in plan.root_owned}
-    taken: set[int] = set()
-    result = []
-    for unit in plan.units:
-        own: dict[str, nn.Parameter] = {}
-        for module in unit.modules:
-            for parameter in module.parameters():
-                held_by_root = id(parameter) in root_owned and unit.kind != "root"
-                if id(parameter) not in taken and not held_by_root:
-                    taken.add(id(parameter))
-                    own[names[id(parameter)]] = parameter
-        result.append((unit, own))
-    return result
-
-
-def canonical_names(model: nn.Module) -> dict[int, str]:
-    """Map `id(parameter)` to its first name in `model`."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def shared_owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for every parameter held by more than one module, its first name and all its names (tied weights)."""
-    by_id: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(name)
-    return {names[0]: tuple(names) for names in by_id.values() if len(names) > 1}
+def _draft_layers(model: nn.Module, config: WrapConfig, sources: Sources, owners: dict[str, tuple[str, ...]]) -> Draft:
+    if config.callable is not None:
+        draft = blocks_from_callable(model, config.callable)
+    elif config.layer_classes:
+        draft = Draft(blocks_by_class(model, config.layer_classes))
+    else:
+        draft = find_blocks(model)
+    _leave_read_blocks_to_the_root(draft, sources.reads)
+    split_reversible_blocks(model, draft, sources, owners)
+    if config.granularity == "attention_and_mlp":
+        split_blocks(model, draft, sources, owners)
+    return draft
 
 
 # -- embeddings, head, shared tensors ---------------------------------------------------------------------------------
@@ -207,7 +155,7 @@ def _call_getter(module: nn.Module, getter: str) -> nn.Module | None:
 
 
 def _settle_shared_tensors(
-    blocks: dict[str, nn.Module], owners: dict[str, tuple[str, ...]]
+    model: nn.Module, blocks: dict[str, nn.Module], owners: dict[str, tuple[str, ...]]
 ) -> tuple[list[tuple[str, ...]], set[str]]:
     """Put all owners of a shared tensor in one unit.
 
@@ -216,8 +164,10 @@ def _settle_shared_tensors(
     """
     group_of = {name: [name] for name in blocks}
     root_owned: set[str] = set()
+    first_name: dict[int, str] = {}
+    same = {path: first_name.setdefault(id(m), path) for path, m in model.named_modules(remove_duplicate=False)}
     for first, names in owners.items():
-        holders = {holder_of(name, blocks) for name in names}
+        holders = {_holder(name, blocks, same) for name in names}
         if None in holders and len(holders) > 1:
             root_owned.add(first)
         elif None not in holders and len(holders) > 1:
@@ -229,7 +179,14 @@ def _settle_shared_tensors(
     order = list(blocks)
     groups = dict.fromkeys(tuple(sorted(group_of[name], key=order.index)) for name in order)
     # Inner ones first: a unit takes what is still free in its modules.
-    return sorted(groups, key=lambda group: -max(_outer_blocks(name, blocks) for name in group)), root_owned
+    return sorted(groups, key=lambda group: -max(num_outer(name, blocks) for name in group)), root_owned
+
+
+def _holder(name: str, blocks: dict[str, nn.Module], same: dict[str, str]) -> str | None:
+    """The innermost block on the way to `name`, where `same` says which paths are one module held twice."""
+    parts = name.split(".")
+    paths = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
+    return next((same[path] for path in paths if same.get(path) in blocks), None)
 
 
 def _leave_read_blocks_to_the_root(draft: Draft, reads: frozenset[RawRead]) -> None:
@@ -248,57 +205,5 @@ def _leave_read_blocks_to_the_root(draft: Draft, reads: frozenset[RawRead]) -> N
         draft.notes.append(f"{name} stays in the root unit: {shown} is read outside its forward")
 
 
-def _outer_blocks(name: str, blocks: Iterable[str]) -> int:
-    """In how many other blocks `name` lies."""
-    return sum(name.startswith(f"{other}.") for other in blocks)
-
-
 def _overlap(name: str, other: str) -> bool:
     return name.startswith(f"{other}.") or other.startswith(f"{name}.")
-
-
-# -- coverage ---------------------------------------------------------------------------------------------------------
-
-
-def _check_coverage(plan: WrapPlan, model: nn.Module) -> list[str]:
-    total = num_parameters(model.parameters())
-    largest = max((parameter.numel() for parameter in model.parameters()), default=0)
-    limit = max(MAX_UNIT_SHARE * total, largest + BESIDE_LARGEST_SHARE * total)
-    warnings = []
-    for unit, parameters in unit_parameters(plan):
-        held = num_parameters(parameters.values())
-        if held <= limit or total == 0:
-            continue
-        share = f"{held / total:.0%} of the parameters ({format_count(held)} of {format_count(total)})"
-        if unit.kind == "root" and (unwrapped := _unwrapped_lists(model, plan, parameters, total)):
-            raise WrapPolicyError(
-                f"the root unit would hold {share}, because repeated blocks stay unwrapped: "
-                + "; ".join(f"{name} ({count} x {cls})" for name, count, cls in unwrapped),
-                fix="wrap: transformer_layers, or add these classes: wrap: {layer_classes: ["
-                + ", ".join(dict.fromkeys([*_plan_classes(plan), *(cls for _, _, cls in unwrapped)]))
-                + "]}",
-            )
-        # Two or three layers of a small model are each more than a quarter of it, and there is nothing to be done.
-        if unit.kind != "block" or len(plan.blocks) > 4:
-            warnings.append(f"unit {unit.label} holds {share}: its all-gather is the peak of the step")
-    return warnings
-
-
-def _unwrapped_lists(
-    model: nn.Module, plan: WrapPlan, root_parameters: dict[str, nn.Parameter], total: int
-) -> list[tuple[str, int, str]]:
-    in_root = {id(parameter) for name, parameter in root_parameters.items() if name not in plan.root_owned}
-    found: list[tuple[str, int, str]] = []
-    for name, module in model.named_modules():
-        if not is_block_list(module, name.rpartition(".")[2], set()):
-            continue
-        children = [child for child in module.children() if has_forward(child)]
-        held = sum(parameter.numel() for parameter in module.parameters() if id(parameter) in in_root)
-        inside = any(name.startswith(f"{outer}.") for outer, _, _ in found)
-        if children and not inside and held >= MIN_SHARE * total:
-            found.append((name, len(children), type(children[0]).__name__))
-    return found
-
-
-def _plan_classes(plan: WrapPlan) -> list[str]:
-    return list(dict.fromkeys(type(module).__name__ for module in plan.blocks))

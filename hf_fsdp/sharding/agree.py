@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import xxhash
 from torch import nn
 
 from hf_fsdp.errors import ShardingError
+from hf_fsdp.policies.packed_weights import quantization_structure
 from hf_fsdp.sharding.mesh import agree_all, agreement_group
 
 
@@ -50,6 +52,7 @@ def check_same_structure(model: nn.Module) -> None:
         name: (tuple(tensor.shape), str(tensor.dtype), bool(tensor.requires_grad))
         for name, tensor in _named_tensors(model)
     }
+    mine.update(quantization_structure(model))
     everyone = agree_all(mine)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
@@ -64,11 +67,11 @@ def check_same_structure(model: nn.Module) -> None:
         )
 
 
-def agree_on_tensors(tensors: Mapping[str, tuple[nn.Module, str]], report: AgreementReport) -> None:
+def agree_on_tensors(tensors: Mapping[str, tuple[Any, str]], report: AgreementReport) -> None:
     """Give every rank rank 0's values of `tensors`; collective, and called in the same order on every rank.
 
     Args:
-        tensors: name -> (module that holds it, attribute). Meta tensors get storage on the CPU.
+        tensors: name -> (module or quantization state that holds it, attribute). Meta tensors get storage on the CPU.
         report: counts are added to it.
     """
     names = list(tensors)
@@ -112,11 +115,11 @@ def prove_agreement(report: AgreementReport) -> None:
         )
 
 
-def _read(module: nn.Module, attribute: str) -> torch.Tensor:
+def _read(module: Any, attribute: str) -> torch.Tensor:
     return getattr(module, attribute)
 
 
-def _materialize(module: nn.Module, attribute: str) -> torch.Tensor:
+def _materialize(module: Any, attribute: str) -> torch.Tensor:
     """Give a meta tensor storage, in place for everyone who holds it."""
     tensor = _read(module, attribute)
     empty = torch.empty_like(tensor, device="cpu")

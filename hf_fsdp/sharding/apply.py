@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +16,23 @@ from torch.optim import Optimizer
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import ShardingError
 from hf_fsdp.policies.activation import (
-    apply_activation_checkpointing,
+    ActivationPlan,
+    apply_activations,
     disable_cache_in_training,
+    plan_activations,
     turn_off_model_checkpointing,
 )
+from hf_fsdp.policies.host import build_offload_policy
+from hf_fsdp.policies.packed_weights import keep_layout, move_quantization_state, quantization_tensors
 from hf_fsdp.policies.precision import PrecisionTable, find_norms, resolve_precision
 from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
+from hf_fsdp.policies.wrap_plan import is_chosen_by_data
 from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
-from hf_fsdp.sharding.fitness import refuse_unfit_model
+from hf_fsdp.sharding.fitness import refuse_unfit_model, refuse_unfit_plan
 from hf_fsdp.sharding.gather import make_save_collective
 from hf_fsdp.sharding.mesh import agreement_group, build_mesh
 from hf_fsdp.sharding.root_forward import install_root_hooks
+from hf_fsdp.sharding.running_stats import install_running_stats
 
 _ATTRIBUTE = "_hf_fsdp_sharding"
 
@@ -46,9 +53,14 @@ class AppliedSharding:
     ties: dict[str, tuple[str, ...]]
     load_dtypes: dict[str, torch.dtype]
     replicated: tuple[str, ...] = ()
-    num_checkpointed: int = 0
+    activations: ActivationPlan | None = None
     replaced_model_checkpointing: bool = False
     agreement: AgreementReport = field(default_factory=AgreementReport)
+
+    @property
+    def num_checkpointed(self) -> int:
+        """Blocks that are recomputed in backward."""
+        return len(self.activations.checkpointed) if self.activations else 0
 
     def __repr__(self) -> str:
         return f"AppliedSharding({len(self.plan.units)} units, {self.precision.preset}, {self.mesh})"
@@ -92,7 +104,10 @@ def apply_fsdp(
     precision = resolve_precision(config.precision)
     refuse_unfit_model(model, config, precision)
     plan = build_wrap_plan(model, config.wrap, precision)
+    refuse_unfit_plan(plan, config)
+    activations = plan_activations(model, config, plan.blocks, plan.nested_modules)
     mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type)
+    build_offload_policy(config.offload, mesh)  # refuses before anything is changed
     agreement_group()
     check_same_structure(model)
 
@@ -101,6 +116,7 @@ def apply_fsdp(
         precision=precision,
         plan=plan,
         mesh=mesh,
+        activations=activations,
         unit_names=tuple((unit, tuple(parameters)) for unit, parameters in unit_parameters(plan)),
         ties=shared_owners(model),
         load_dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
@@ -109,11 +125,13 @@ def apply_fsdp(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["params"] = []  # a reference from the optimizer would keep every whole parameter alive until the end
     applied.replaced_model_checkpointing = turn_off_model_checkpointing(model)
-    applied.num_checkpointed = apply_activation_checkpointing(model, config.activation_checkpointing, plan.blocks)
+    apply_activations(model, activations)
     disable_cache_in_training(model)
     norm_ids = {id(module) for _, module in find_norms(model)} if precision.keep_norms_fp32 else set()
     storage = _storage_dtypes(model, precision, norm_ids)
+    keep_layout(model)
     _shard_units(model, applied)
+    move_quantization_state(model, mesh.device_type)
     prove_agreement(applied.agreement)
     _cast_storage(model, storage)
     _set_prefetch(plan, config)
@@ -125,6 +143,7 @@ def apply_fsdp(
         register_fsdp_forward_method(model, "generate")
     make_save_collective(model, applied)
     install_root_hooks(model, precision.compute, [unit.modules[0] for unit in plan.units])
+    install_running_stats(model)
     setattr(model, _ATTRIBUTE, applied)
     return applied
 
@@ -142,12 +161,16 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def _keep_class_names(model: nn.Module) -> None:
-    """Take back the `FSDP` that `fully_shard` puts before class names: Trainer and others decide by them.
+    """Take back the `FSDP` that `fully_shard` puts before class names, and the module that it says they are from.
 
-    Label smoothing shifts the labels of `LlamaForCausalLM` and not of `FSDPLlamaForCausalLM`.
+    Trainer and others decide by them: label smoothing shifts the labels of `LlamaForCausalLM` and not of
+    `FSDPLlamaForCausalLM`, and a class from outside transformers counts as custom code, whose weights are saved under
+    names that `from_pretrained` does not find again (DeepSeek V4, LLaVA).
     """
     for cls in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
-        cls.__name__ = cls.__qualname__ = cls.__bases__[-1].__name__
+        original = cls.__bases__[-1]
+        cls.__name__ = cls.__qualname__ = original.__name__
+        cls.__module__ = original.__module__
 
 
 # -- units ------------------------------------------------------------------------------------------------------------
@@ -155,6 +178,7 @@ def _keep_class_names(model: nn.Module) -> None:
 
 def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
     root_owned = {parameter for name, parameter in model.named_parameters() if name in applied.plan.root_owned}
+    offload = build_offload_policy(applied.config.offload, applied.mesh)
     # A frozen scalar needs no reduction, so every rank simply keeps it.
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     applied.replicated = tuple(name for name, parameter in model.named_parameters() if parameter.dim() == 0)
@@ -172,8 +196,12 @@ def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
             mesh=applied.mesh,
             mp_policy=applied.precision.policy(unit.kind),
             reshard_after_forward=_reshard(unit, applied.config),
+            offload_policy=offload,
             ignored_params=scalars if unit.kind == "root" else scalars | root_owned,
         )
+        count_missing_gradients: Any = getattr(modules[0], "set_reduce_scatter_unused_params", None)  # torch 2.13
+        if count_missing_gradients is not None and is_chosen_by_data(names):
+            count_missing_gradients(True, recurse=False)
     for parameter in scalars:
         parameter.data = parameter.data.to(applied.mesh.device_type)
 
@@ -183,11 +211,9 @@ def _reshard(unit: Unit, config: FSDPConfig) -> bool:
     return config.sharding.reshard_after_forward and unit.kind in ("block", "embedding")
 
 
-def _unit_tensors(
-    model: nn.Module, unit: Unit, names: tuple[str, ...], done: set[int]
-) -> dict[str, tuple[nn.Module, str]]:
+def _unit_tensors(model: nn.Module, unit: Unit, names: tuple[str, ...], done: set[int]) -> dict[str, tuple[Any, str]]:
     """Parameters and buffers to agree on before this unit is sharded: name -> (holder, attribute)."""
-    tensors: dict[str, tuple[nn.Module, str]] = {}
+    tensors: dict[str, tuple[Any, str]] = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
         tensors[name] = (model.get_submodule(path), attribute)
@@ -198,6 +224,9 @@ def _unit_tensors(
                 if buffer is not None and id(buffer) not in done:
                     done.add(id(buffer))
                     tensors[".".join(part for part in (prefix, path, attribute) if part)] = (submodule, attribute)
+            if id(submodule) not in done:
+                done.add(id(submodule))
+                tensors.update(quantization_tensors(".".join(part for part in (prefix, path) if part), submodule))
             if unit.kind == "root":
                 for attribute, parameter in submodule.named_parameters(recurse=False):
                     if parameter.dim() == 0:
@@ -235,17 +264,22 @@ def _set_prefetch(plan: WrapPlan, config: FSDPConfig) -> None:
     FSDP2 itself prefetches one unit in backward and none in forward, where the next gather already overlaps unless
     the CPU is late; so those two values need no call.
     """
-    by_list: dict[str, list[FSDPModule]] = {}
-    for unit in plan.units:
-        if unit.kind == "block" and isinstance(unit.modules[0], FSDPModule):
-            by_list.setdefault(unit.names[0].rpartition(".")[0], []).append(unit.modules[0])
-    for blocks in by_list.values():
-        for index, block in enumerate(blocks):
-            if ahead := blocks[index + 1 : index + 1 + config.sharding.forward_prefetch]:
-                block.set_modules_to_forward_prefetch(ahead)
-            if config.sharding.backward_prefetch != 1:
-                behind = blocks[max(0, index - config.sharding.backward_prefetch) : index]
-                block.set_modules_to_backward_prefetch(behind[::-1])
+    if config.sharding.backward_prefetch == 0:
+        for module in (unit.modules[0] for unit in plan.units):
+            if isinstance(module, FSDPModule):  # torch takes an empty list for its default; itself is gathered already
+                module.set_modules_to_backward_prefetch([module])
+    for forward, backward in plan.gather_orders:
+        for units, num_ahead, is_forward in (
+            (forward, config.sharding.forward_prefetch, True),
+            (backward, config.sharding.backward_prefetch, False),
+        ):
+            gathered: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+            for index, unit in enumerate(gathered):
+                ahead = gathered[index + 1 : index + 1 + num_ahead]
+                if is_forward and ahead:
+                    unit.set_modules_to_forward_prefetch(ahead)
+                elif not is_forward and num_ahead > 1:
+                    unit.set_modules_to_backward_prefetch(ahead)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

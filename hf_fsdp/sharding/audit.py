@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_fsdp.errors import Problem, ShardingError
+from hf_fsdp.policies.host import build_offload_policy
+from hf_fsdp.policies.packed_weights import describe_quantization
 from hf_fsdp.policies.wrap import Unit, class_name
 from hf_fsdp.sharding.agree import checksum
 from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding, reshard_all
@@ -65,8 +67,10 @@ class Audit:
     tensors_taken_from_rank_0: list[str]
     weights_checksum: str
     replicas_equal: bool | None
+    host_memory: str = ""
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    activations: str = ""
     first_step: dict[str, Any] | None = None
 
     @property
@@ -186,6 +190,11 @@ def _check_units(model: nn.Module, applied: AppliedSharding) -> list[Problem]:
             problems.append(
                 Problem(message=f"unit {unit.label} runs under {state.mixed_precision}, which is not ours", fix=_FIX)
             )
+        if state.is_in_host_memory != applied.config.offload.parameters and held:
+            where = "in host memory" if state.is_in_host_memory else "on the device"
+            problems.append(
+                Problem(message=f"unit {unit.label} is {where}, which offload.parameters does not say", fix=_FIX)
+            )
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and id(module) not in planned_modules:
             problems.append(Problem(message=f"{name} is a unit that was not planned", fix=_FIX))
@@ -252,11 +261,13 @@ def _describe(model: nn.Module, applied: AppliedSharding, replicas_equal: bool |
         ties={first: list(names) for first, names in applied.ties.items()},
         num_checkpointed_blocks=applied.num_checkpointed,
         num_blocks=len(applied.plan.blocks),
+        activations=applied.activations.describe() if applied.activations else "",
         num_tensors_agreed=applied.agreement.num_tensors,
         tensors_taken_from_rank_0=list(applied.agreement.replaced),
         weights_checksum=applied.agreement.checksum,
         replicas_equal=replicas_equal,
-        notes=list(applied.plan.notes),
+        host_memory=_describe_host_memory(applied),
+        notes=[*applied.plan.notes, *describe_quantization(model)],
         warnings=list(applied.plan.warnings),
     )
 
@@ -280,6 +291,14 @@ def _describe_unit(
         reshard_after_forward=bool(state and state.reshard_after_forward),
         names=names,
     )
+
+
+def _describe_host_memory(applied: AppliedSharding) -> str:
+    if not applied.config.offload.parameters:
+        return ""
+    policy = build_offload_policy(applied.config.offload, applied.mesh)
+    pinned = ", pinned" if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory else ""
+    return f"shards of parameters, gradients and optimizer{pinned}"
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:

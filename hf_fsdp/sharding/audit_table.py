@@ -69,6 +69,10 @@ def summary_lines(audit: Audit) -> list[str]:
         f"agreed       {audit.num_tensors_agreed} tensors equal on all ranks (checksum {audit.weights_checksum})"
         + (f", {len(audit.tensors_taken_from_rank_0)} taken from rank 0" if audit.tensors_taken_from_rank_0 else ""),
     ]
+    if audit.activations:
+        lines.append(f"activations  {audit.activations}")
+    if audit.host_memory:
+        lines.append(f"host memory  {audit.host_memory}")
     lines += [f"tied         {' = '.join(names)}" for names in audit.ties.values()]
     if audit.replicas_equal is not None:
         lines.append("replicas     equal" if audit.replicas_equal else "replicas     DIFFER")

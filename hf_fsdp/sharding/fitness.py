@@ -8,8 +8,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp.config.schema import FSDPConfig
-from hf_fsdp.errors import PrecisionError, Problem, ShardingError
+from hf_fsdp.errors import PrecisionError, Problem, ShardingError, WrapPolicyError
 from hf_fsdp.policies.precision import PrecisionTable, check_storable
+from hf_fsdp.policies.quantization import check_quantization
+from hf_fsdp.policies.wrap import WrapPlan
 from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop", "speech_encoder_layerdrop")
@@ -22,8 +24,9 @@ def refuse_unfit_model(model: nn.Module, config: FSDPConfig, precision: Precisio
         ShardingError: with every problem of the model.
         PrecisionError: the precision does not fit the model or this torch.
     """
-    checks = (_check_sharded_already, _check_quantized, _check_scalars, _check_layer_drop, _check_prompt_learning)
-    if problems := [problem for check in checks if (problem := check(model)) is not None]:
+    checks = (_check_sharded_already, _check_scalars, _check_layer_drop, _check_prompt_learning)
+    problems = [problem for check in checks if (problem := check(model)) is not None]
+    if problems := problems + check_quantization(model, precision):
         raise ShardingError(problems)
     check_storable(model.named_parameters(), precision)
     if precision.keep_norms_fp32 and not GROUPS_CAST_EACH_MODULE:
@@ -36,10 +39,27 @@ def refuse_unfit_model(model: nn.Module, config: FSDPConfig, precision: Precisio
     if batch_norms and precision.compute is not torch.float32 and not precision.keep_norms_fp32:
         raise PrecisionError(
             f"precision.preset={precision.preset!r} gives {batch_norms[0]} and {len(batch_norms) - 1} more batch norms "
-            "weights in bfloat16 beside statistics in float32, which torch does not compute with",
+            f"weights in {str(precision.compute).removeprefix('torch.')} beside statistics in float32, "
+            "which torch does not compute with",
             fix=f"precision: {{preset: {precision.preset}, keep_norms_fp32: true}}"
             if GROUPS_CAST_EACH_MODULE
             else "precision: fp32, or torch 2.13 and keep_norms_fp32: true",
+        )
+
+
+def refuse_unfit_plan(plan: WrapPlan, config: FSDPConfig) -> None:
+    """Refuse activation checkpointing that would recompute nothing.
+
+    Raises:
+        WrapPolicyError: under `wrap.policy: size` every unit is a single layer.
+    """
+    if plan.by_size and config.activation_checkpointing.mode == "full" and not plan.blocks:
+        size = config.wrap.min_num_params
+        raise WrapPolicyError(
+            f"activation_checkpointing: full has nothing to recompute: under wrap.min_num_params={size} every unit "
+            f"is a single layer, whose input is kept anyway ({plan.units[0].label}, ...)",
+            fix="wrap: transformer_layers, a larger wrap.min_num_params, or activation_checkpointing: none",
+            source=config.sources.get("wrap.min_num_params"),
         )
 
 
@@ -48,15 +68,6 @@ def _check_sharded_already(model: nn.Module) -> Problem | None:
         return Problem(
             message=f"{type(model).__name__} is sharded already, and not by hf-fsdp",
             fix="load it without tp_plan/distributed_config and do not call fully_shard yourself",
-        )
-    return None
-
-
-def _check_quantized(model: nn.Module) -> Problem | None:
-    if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
-        return Problem(
-            message="the model's base is quantized (load_in_4bit or load_in_8bit); QLoRA arrives in a later release",
-            fix="load it in bf16 (dtype=torch.bfloat16) and train LoRA with precision: bf16-mixed",
         )
     return None
 

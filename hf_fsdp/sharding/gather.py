@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp.errors import ShardingError
+from hf_fsdp.policies.packed_weights import packed_names, packed_state
 from hf_fsdp.sharding.mesh import agreement_group
 
 if TYPE_CHECKING:
@@ -32,8 +35,9 @@ def gather_state_dict(model: nn.Module, applied: AppliedSharding) -> dict[str, t
     One tensor at a time is whole on the device, so no rank needs more than its shard plus the largest tensor,
     and rank 0 the host memory of the model. Parameters are written in `precision.save_dtype`: by default the dtype
     they were loaded in, since a bf16 model does not become a better one by being stored in fp32. Tied weights are
-    one tensor under all their names, as `save_pretrained` expects.
+    one tensor under all their names, as `save_pretrained` expects. Packed 4-bit weights come with their scales.
     """
+    packed = packed_names(model)
     is_writer = dist.get_rank() == 0
     override = _SAVE_DTYPES.get(applied.config.precision.save_dtype)
     first_name = {name: first for first, names in applied.ties.items() for name in names}
@@ -48,11 +52,11 @@ def gather_state_dict(model: nn.Module, applied: AppliedSharding) -> dict[str, t
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if is_writer:
             dtype = applied.load_dtypes.get(first)
-            if dtype is not None and dtype.is_floating_point:
+            if dtype is not None and dtype.is_floating_point and first not in packed:
                 whole = whole.to(override or dtype)
             gathered[name] = whole.detach().cpu()
         del whole
-    return gathered
+    return {**gathered, **packed_state(model)} if packed and is_writer else gathered
 
 
 def saved_dtype(applied: AppliedSharding) -> torch.dtype:
@@ -83,12 +87,27 @@ def make_save_collective(model: nn.Module, applied: AppliedSharding) -> None:
             kwargs["is_main_process"] = dist.get_rank() == 0
             if not kwargs["is_main_process"]:
                 return None
-        result = original(**kwargs)
+        with _quantizer_hands_on(model, kwargs["state_dict"]):
+            result = original(**kwargs)
         if kwargs.get("is_main_process", True):
             _write_saved_dtype(Path(kwargs["save_directory"]), applied)
         return result
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _quantizer_hands_on(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let a quantized model's `save_pretrained` write `state_dict`: its quantizer would put the shards in its place."""
+    quantizer = vars(model).get("hf_quantizer")
+    if quantizer is None:
+        yield
+        return
+    quantizer.get_state_dict_and_metadata = lambda *args, **kwargs: (state_dict, {})
+    try:
+        yield
+    finally:
+        del quantizer.get_state_dict_and_metadata
 
 
 def _wait_for_all_ranks() -> None:

@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from hf_fsdp.policies.raw_reads import forward_functions
+from hf_fsdp.policies.forward_source import forward_functions
+from hf_fsdp.policies.packed_rows import keep_packed_rows_apart
 
 # Functions whose result is a loss. A sum over a batch in bf16 keeps 8 bits; autocast runs them in float32, and so do
 # transformers' causal language models by themselves, but not its T5, BERT or ViT.
@@ -51,6 +52,7 @@ def install_root_hooks(model: nn.Module, compute: torch.dtype, units: Iterable[n
         model.register_forward_pre_hook(functools.partial(_cast_inputs, compute, names), with_kwargs=True)
         if any(_has_loss_function(function) for module in model.modules() for function in forward_functions(module)):
             _compute_losses_in_float32(model)
+    keep_packed_rows_apart(model)
     sharded = [module for module in units if isinstance(module, FSDPModule)]
     model.register_forward_hook(functools.partial(_free_after_forward, sharded), always_call=True)
     _free_before_optimizer_steps(model, sharded)

@@ -17,47 +17,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 from trl.chat_template_utils import get_training_chat_template
 
-from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, data
+from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, SamplesCallback, data
 from hf_fsdp.data import ConfigError, HfFsdpError
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 RANK = int(os.environ.get("RANK") or 0)
 
 
+def option(default: Any, text: str) -> Any:
+    """Return an argument with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class RecipeArguments:
     """What this recipe adds to TRL's and transformers' arguments."""
 
-    global_batch_size: int | None = field(
-        default=None, metadata={"help": "Samples per optimizer step over all processes; accumulation follows from it."}
-    )
-    chat_template: str | None = field(
-        default=None, metadata={"help": "A template of hf_fsdp/data/templates by name, e.g. llama2, or a Jinja file."}
-    )
-    rename_columns: list[str] | None = field(
-        default=None, metadata={"help": "OLD=NEW for each column to rename: instruction=prompt output=completion."}
-    )
-    eval_file: str | None = field(default=None, metadata={"help": "A file with held-out examples."})
-    eval_fraction: float | None = field(
-        default=None, metadata={"help": "Share of the training examples to hold out, e.g. 0.05."}
-    )
-    print_examples: int = field(
-        default=0, metadata={"help": "Print this many training examples with the tokens that count in the loss."}
-    )
-    require_sharding: bool = field(
-        default=False, metadata={"help": "Refuse to train in one process, where nothing is sharded."}
-    )
+    global_batch_size: int | None = option(None, "Samples a step over all processes; accumulation follows from it.")
+    chat_template: str | None = option(None, "One of hf_fsdp/data/templates by name, e.g. llama2, or a Jinja file.")
+    rename_columns: list[str] | None = option(None, "OLD=NEW for each: question=prompt answer=completion.")
+    dataset_format: str = option("auto", f"auto, or where the columns fit several: {', '.join(data.FORMATS)}.")
+    eval_file: str | None = option(None, "A file with held-out examples.")
+    eval_fraction: float | None = option(None, "Share of the training examples to hold out, e.g. 0.05.")
+    eval_samples: int = option(0, "Show so many greedy answers to held-out examples at each evaluation.")
+    print_examples: int = option(0, "Print so many training examples with the tokens that count in the loss.")
+    preview: int = option(0, "Print so many training examples as trained, and leave before any weights are loaded.")
+    require_sharding: bool = option(False, "Refuse to train in one process, where nothing is sharded.")
 
 
 ARGUMENT_CLASSES = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig)
 REFUSED = {  # an ignored setting would be worse than none
-    "fp16": ("arrives in a later release", "leave fp16 out and write fsdp: {precision: bf16-mixed}   # or fp32"),
-    "load_in_4bit": ("arrives in a later release", "use_peft: true   (LoRA on 16-bit weights)"),
-    "load_in_8bit": ("arrives in a later release", "use_peft: true   (LoRA on 16-bit weights)"),
+    "load_in_8bit": ("has no shards that train", "load_in_4bit: true, or leave both out: LoRA on 16-bit weights"),
+    "use_liger_kernel": ("is not proven on sharded weights", "remove it: TRL computes the loss in chunks already"),
+    "activation_offloading": ("is not proven on sharded weights", "fsdp: {offload: activations}"),
     "dataset_streaming": ("cannot be checked before training", "remove dataset_streaming"),
     "chat_template_path": ("has another name here", "chat_template: NAME_OR_JINJA_FILE"),
 }
@@ -80,25 +76,23 @@ def read_arguments(argv: list[str]) -> tuple[FSDPConfig, RecipeArguments, Script
         # TRL switches it on. Sharded, ours does it; one process uses transformers' own, which keeps gradients right.
         defaults[next(name for name in switches if name in known)] = checkpointing and WORLD_SIZE == 1
     if preset != "auto":  # TRL switches bf16 on; the `fsdp` section decides
-        defaults["bf16"] = preset == "bf16-mixed"
+        defaults |= {"bf16": preset == "bf16-mixed", "fp16": preset == "fp16-mixed"}
     parser = TrlParser(ARGUMENT_CLASSES)
     # trainer_kwargs goes in before parsing, so that TrainingArguments' own checks see it; one process has none.
     parser.set_defaults_with_config(**{**defaults, **asked.values, **asked.fsdp.trainer_kwargs()})
     recipe, script, training, model = data.parse_arguments(
         parser, asked, refused=REFUSED, required=("model_name_or_path", "dataset_name")
     )
+    if problems := data.check_packing(training):
+        raise ConfigError(problems)
     if recipe.global_batch_size is not None:
-        per_device = training.per_device_train_batch_size
-        steps = data.resolve_accumulation_steps(recipe.global_batch_size, per_device, WORLD_SIZE)
-        if "gradient_accumulation_steps" in asked.typed and training.gradient_accumulation_steps != steps:
-            raise ConfigError(
-                f"gradient_accumulation_steps={training.gradient_accumulation_steps} contradicts global_batch_size="
-                f"{recipe.global_batch_size}, which is {steps} x {per_device} samples on {WORLD_SIZE} processes",
-                fix="remove gradient_accumulation_steps: it follows from global_batch_size",
-            )
-        training.gradient_accumulation_steps = steps
+        typed = training.gradient_accumulation_steps if "gradient_accumulation_steps" in asked.typed else None
+        training.gradient_accumulation_steps = data.resolve_accumulation_steps(
+            recipe.global_batch_size, training.per_device_train_batch_size, WORLD_SIZE, typed=typed
+        )
     if "dtype" not in asked.typed:
         model.dtype = choose_load_dtype(preset, lora=model.use_peft)
+    data.settle_four_bits(model, data.compute_dtype(preset, bf16=training.bf16, fp16=training.fp16), asked.typed)
     if "assistant_only_loss" not in asked.typed:
         training.assistant_only_loss = None  # on for conversations: the data decides
     changes = {"sharding.require_sharding": "true"} if recipe.require_sharding else {}
@@ -114,27 +108,32 @@ def choose_load_dtype(preset: str, lora: bool) -> str:
     return "auto" if WORLD_SIZE > 1 else "float32"
 
 
-def load_examples(recipe: RecipeArguments, script: ScriptArguments, training: SFTConfig) -> tuple[Any, Any, str]:
-    """Return the training examples, the held-out ones (or None) and their kind, all checked."""
-    splits = data.load_splits(script.dataset_name, config=script.dataset_config)
-    held_out = None
-    if recipe.eval_file or recipe.eval_fraction or training.eval_strategy != "no" or training.eval_on_start:
-        examples, held_out = data.select_eval_examples(
-            splits,
-            script.dataset_train_split,
-            script.dataset_test_split,
-            eval_file=recipe.eval_file,
-            eval_fraction=recipe.eval_fraction,
-            seed=training.seed,
-        )
-        held_out = data.rename_columns(held_out, recipe.rename_columns or [])
-        data.check_examples(held_out, source=recipe.eval_file or script.dataset_name)
-    else:
-        examples = data.pick_split(splits, script.dataset_train_split, "dataset_train_split")
-    examples = data.rename_columns(examples, recipe.rename_columns or [])
-    kind = data.check_examples(examples, source=script.dataset_name)
-    say(f"data: {len(examples)} training examples, {len(held_out) if held_out else 'none'} held out ({kind})")
-    return examples, held_out, kind
+def load_examples(
+    recipe: RecipeArguments, script: ScriptArguments, training: SFTConfig
+) -> tuple[data.Examples, data.Examples | None]:
+    """Return the training examples and the held-out ones (or None), in the columns TRL trains on, all checked."""
+    is_held_out = recipe.eval_file or recipe.eval_fraction or training.eval_strategy != "no" or training.eval_on_start
+    is_held_out = is_held_out or recipe.eval_samples
+    rows, held_out_rows = data.select_eval_examples(
+        data.load_splits(script.dataset_name, config=script.dataset_config),
+        script.dataset_train_split,
+        script.dataset_test_split if is_held_out else None,
+        eval_file=recipe.eval_file,
+        eval_fraction=recipe.eval_fraction,
+        seed=training.seed,
+    )
+    examples, held_out = data.read_train_and_held_out(
+        rows,
+        held_out_rows,
+        source=script.dataset_name,
+        held_out_source=recipe.eval_file,
+        renames=recipe.rename_columns or [],
+        format=recipe.dataset_format,
+        text_field=training.dataset_text_field,
+    )
+    count = len(held_out.dataset) if held_out else "none"
+    say(f"data: {len(rows)} training examples, {count} held out ({examples.kind}); {examples.line}")
+    return examples, held_out
 
 
 def prepare_wandb(training: SFTConfig) -> None:
@@ -169,44 +168,59 @@ def main(argv: list[str]) -> None:
     data.check_model_access(name, revision=model_args.model_revision)
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # an adapter names its base by it, and is loaded from other folders
-    examples, held_out, kind = load_examples(recipe, script, training)
+    examples, held_out = load_examples(recipe, script, training)
     tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    if recipe.chat_template:
-        tokenizer.chat_template = data.resolve_chat_template(recipe.chat_template)
-    published_template, stop_token_id = tokenizer.chat_template, None
-    if training.assistant_only_loss is None:
-        training.assistant_only_loss = kind == "messages"
-    if training.assistant_only_loss:
-        tokenizer.chat_template = data.find_training_template(tokenizer, fallback=get_training_chat_template)
-        stop_token_id = data.find_stop_token_id(tokenizer, tokenizer.chat_template)
-    elif kind == "messages":
-        data.read_chat_template(tokenizer)
-    lengths = data.measure_lengths(examples, tokenizer, max_length=training.max_length)
+    training.assistant_only_loss, published_template, stop_token_id = data.prepare_chat(
+        tokenizer,
+        examples,
+        assistant_only=training.assistant_only_loss,
+        chat_template=recipe.chat_template,
+        fallback=get_training_chat_template,
+    )
+    lengths = data.measure_lengths(
+        examples.dataset, tokenizer, max_length=training.max_length, text_field=training.dataset_text_field
+    )
     say(str(lengths))
     data.check_lengths(lengths)
+    if recipe.preview:
+        return say(data.preview_training(SFTTrainer, training, examples, tokenizer, recipe.preview))
+    attention = data.choose_attention(
+        model_args.attn_implementation,
+        AutoConfig.from_pretrained(name, **source),
+        compute=data.compute_dtype(fsdp.precision.preset, bf16=training.bf16, fp16=training.fp16),
+        packed=data.packs_samples(training),
+    )
+    say(str(attention))
     if RANK == 0:
         data.write_run_config(output / "resolved_config.yaml", fsdp, (recipe, script, training, model_args))
     if "wandb" in training.report_to:
         prepare_wandb(training)
 
     model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=model_args.dtype, attn_implementation=model_args.attn_implementation, **source
+        name,
+        dtype=model_args.dtype,
+        attn_implementation=attention.implementation,
+        quantization_config=get_quantization_config(model_args),  # None without load_in_4bit
+        **source,
     )
     data.prepare_generation_config(model.generation_config, stop_token_id)
     trainer = SFTTrainer(
         model=model,
         args=training,
-        train_dataset=examples,
-        eval_dataset=held_out,
+        train_dataset=examples.dataset,
+        eval_dataset=held_out.dataset if held_out else None,
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
-        callbacks=[FSDPCallback(fsdp), MetricsCallback()],
+        callbacks=[
+            FSDPCallback(fsdp),
+            MetricsCallback(),
+            *([SamplesCallback(num_samples=recipe.eval_samples)] if recipe.eval_samples else []),
+        ],
     )
     # Everything is tokenized now: checkpoints and the final folder get the template that other programs know.
     tokenizer.chat_template = published_template
     if recipe.print_examples:
-        rows = trainer.train_dataset
-        say(data.format_examples(rows.select(range(min(recipe.print_examples, len(rows)))), tokenizer))
+        say(data.format_training_examples(trainer, recipe.print_examples))
 
     trainer.train(resume_from_checkpoint=resume)
     step = trainer.state.global_step

@@ -640,9 +640,7 @@ REFUSALS = {
         fsdp_config={"activation_checkpointing": True},
         callback=None,
     ),
-    "torch_compile": _refused({}, torch_compile=True),
     "typed_twice": _refused({}, config=_OFF, gradient_checkpointing=True),
-    "fp16": _refused({}, config=None, fsdp=True, fsdp_config={}, fp16=True),
     "unknown_key": _refused({}, config=None, fsdp=True, fsdp_config={"reshard_after_foward": True}),
 }
 

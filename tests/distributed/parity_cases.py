@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.distributed.tiny_models import CONFIGS
@@ -11,7 +11,9 @@ from tests.distributed.training import Run, train
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "family": tuple(CONFIGS),
-    "checkpointing": ("none", "full", {"every": 2}),
+    "checkpointing": ("none", "full", {"every": 2}, {"selective": ["attention"]}),
+    "wrap": ("transformer_layers", {"granularity": "attention_and_mlp"}, {"min_num_params": 3000}),
+    "offload": ("none", "parameters", "activations"),
     "method": ("full", "lora"),
     "accumulation": (1, 2),
     "clip": (0.0, 0.05),
@@ -21,31 +23,45 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def pairwise(settings: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """A small covering array, greedily: each new row covers as many uncovered pairs as a row can."""
+    """A small covering array: each row starts from a pair that no row has yet and takes in as many more as it can."""
     names = list(settings)
-    indices = {name: range(len(values)) for name, values in settings.items()}
-    uncovered = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2) for i in indices[a] for j in indices[b]}
+    uncovered = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(settings[a]))
+        for j in range(len(settings[b]))
+    }
     rows = []
-    everything = list(itertools.product(*indices.values()))
     while uncovered:
-        best = max(everything, key=lambda row: _num_covered(names, row, uncovered))
-        rows.append({name: settings[name][index] for name, index in zip(names, best, strict=True)})
-        uncovered -= set(itertools.combinations(zip(names, best, strict=True), 2))
+        row = dict(min(uncovered))
+        for name in names:
+            if name not in row:
+                row[name] = max(
+                    range(len(settings[name])),
+                    key=lambda index, name=name: _gain(names, {**row, name: index}, uncovered),
+                )
+        uncovered -= set(_pairs(names, row))
+        rows.append({name: settings[name][row[name]] for name in names})
     return rows
 
 
-def _num_covered(names: list[str], row: tuple[int, ...], uncovered: set[Any]) -> int:
-    return sum(pair in uncovered for pair in itertools.combinations(zip(names, row, strict=True), 2))
+def _pairs(names: list[str], row: dict[str, int]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    return itertools.combinations([(name, row[name]) for name in names if name in row], 2)
+
+
+def _gain(names: list[str], row: dict[str, int], uncovered: set[Any]) -> int:
+    return sum(pair in uncovered for pair in _pairs(names, row))
 
 
 def case_name(row: dict[str, Any]) -> str:
     """A name that says the settings."""
-    checkpointing = "every2" if isinstance(row["checkpointing"], dict) else row["checkpointing"]
     return "-".join(
         [
             row["family"],
             row["method"],
-            f"ckpt_{checkpointing}",
+            f"ckpt_{short(row['checkpointing'])}",
+            f"wrap_{short(row['wrap'])}",
+            f"offload_{short(row['offload'])}",
             f"accum{row['accumulation']}",
             "clip" if row["clip"] else "noclip",
             "reshard" if row["reshard"] else "keep",
@@ -54,7 +70,14 @@ def case_name(row: dict[str, Any]) -> str:
     )
 
 
-def _both_optimizers(row: dict[str, Any], sharding: dict[str, Any]) -> Callable[[int, int], dict[str, Any]]:
+def short(value: Any) -> str:
+    """A value of a setting as one word."""
+    return "_".join(value) if isinstance(value, dict) else str(value)
+
+
+def both_optimizers(row: dict[str, Any], sharding: dict[str, Any]) -> Callable[[int, int], dict[str, Any]]:
+    """A case that trains a row under SGD with momentum and under AdamW."""
+
     def case(rank: int, world_size: int) -> dict[str, Any]:
         sgd = train(Run(**row, sharding=sharding), world_size)
         adamw = train(Run(**row, sharding=sharding, optimizer="adamw", learning_rate=1e-3), world_size)
@@ -68,5 +91,5 @@ PAIRS = {case_name(row): row for row in pairwise(SETTINGS)}
 FEW = [list(PAIRS)[index] for index in (1, 3, 7, 10, 13)]
 HYBRID = {f"hybrid-{name}": PAIRS[name] for name in FEW[:3]}
 
-CASES = {name: _both_optimizers(row, {}) for name, row in PAIRS.items()}
-CASES |= {name: _both_optimizers(row, {"dp_replicate_size": 2}) for name, row in HYBRID.items()}
+CASES = {name: both_optimizers(row, {}) for name, row in PAIRS.items()}
+CASES |= {name: both_optimizers(row, {"dp_replicate_size": 2}) for name, row in HYBRID.items()}

@@ -152,7 +152,7 @@ def _norms_on_old_torch(rank: int, world_size: int) -> dict[str, Any]:
     return {"error": error, "followed": len(followed.plan.units)}
 
 
-_FP32, _BF16 = torch.float32, torch.bfloat16
+_FP32, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
 CASES = {
     "bf16-mixed": _case({"preset": "bf16-mixed"}, dict(storage=_FP32, compute=_BF16, reduce=_FP32, norms_fp32=False)),
     "bf16-mixed-checkpointed": _case(
@@ -172,9 +172,22 @@ CASES = {
         {"preset": "bf16-true", "keep_norms_fp32": True},
         dict(storage=_BF16, compute=_BF16, reduce=_FP32, norms_fp32=True),
     ),
+    # Norms in float32 without being asked: float16 leaves its range there first.
+    "fp16-mixed-norms": _case(
+        {"preset": "fp16-mixed"}, dict(storage=_FP32, compute=_FP16, reduce=_FP32, norms_fp32=True)
+    ),
+    "fp16-mixed-norms-checkpointed": _case(
+        {"preset": "fp16-mixed"}, dict(storage=_FP32, compute=_FP16, reduce=_FP32, norms_fp32=True), "full"
+    ),
+    "fp16-mixed-without": _case(
+        {"preset": "fp16-mixed", "keep_norms_fp32": False},
+        dict(storage=_FP32, compute=_FP16, reduce=_FP32, norms_fp32=False),
+    ),
     "buffers": _buffers_keep_their_dtype,
     "upcast": _upcast_happens_after_sharding,
 }
-REFERENCED = [name for name in CASES if name.startswith("bf16") and (GROUPS_CAST_EACH_MODULE or "norms" not in name)]
-CASES = {name: case for name, case in CASES.items() if name in REFERENCED or not name.startswith("bf16")}
+REFERENCED = [
+    name for name in CASES if name.startswith(("bf16", "fp16")) and (GROUPS_CAST_EACH_MODULE or "norms" not in name)
+]
+CASES = {name: case for name, case in CASES.items() if name in REFERENCED or not name.startswith(("bf16", "fp16"))}
 CASES["norms_on_old_torch"] = _norms_on_old_torch

@@ -256,9 +256,7 @@ MESSAGES = {
     "config_without_fsdp": "fsdp_config is given without fsdp",
     "callback_without_fsdp": "in a run of 2 processes in which FSDP is off",
     "plugin_checkpointing": "fsdp_activation_checkpointing",
-    "torch_compile": "torch_compile is on",
     "typed_twice": "activation_checkpointing.mode is stated twice",
-    "fp16": "fp16-mixed",
     "unknown_key": "reshard_after_foward=True is not a key",
 }
 

@@ -39,6 +39,9 @@ class Run:
     reshard: bool = True
     precision: Any = "fp32"
     optimizer: str = "sgd"
+    offload: Any = "none"
+    compile: Any = "none"
+    wrap: Any = "transformer_layers"
     dropout: float = 0.0
     num_steps: int = 5
     micro_batch: int = 12
@@ -52,8 +55,11 @@ class Run:
 def fsdp_config(run: Run) -> FSDPConfig:
     """The sharding half of a run."""
     return FSDPConfig(
+        wrap=run.wrap,
         precision=run.precision,
         activation_checkpointing=run.checkpointing,
+        offload=run.offload,
+        compile=run.compile,
         sharding={"reshard_after_forward": run.reshard, **run.sharding},
     )
 

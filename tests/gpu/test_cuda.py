@@ -6,6 +6,7 @@ Run by `scripts/gpu_check.sh`; skipped where there is no device.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from hf_fsdp import FSDPConfig, apply_fsdp
 from hf_fsdp.sharding.audit import audit_sharding
+from hf_fsdp.torch_private import local_shard
 from tests.distributed.tiny_models import VOCABULARY, build_model
 
 pytestmark = [
@@ -46,6 +48,86 @@ def test_a_sharded_model_on_cuda_trains_as_the_plain_one(precision: str, world_o
     assert all(parameter.device.type == "cuda" for parameter in model.parameters())
     losses = [_step(model, optimizer, ids) for _ in range(3)]
     assert losses == pytest.approx(expected, abs=1e-5 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"offload": "parameters"}, 1e-5),
+        ({"offload": {"activations": "saved_tensors"}}, 1e-5),
+        ({"offload": "activations", "activation_checkpointing": "full"}, 1e-5),
+        ({"activation_checkpointing": "selective"}, 1e-5),
+        ({"compile": "blocks"}, 1e-4),
+        ({"wrap": {"granularity": "attention_and_mlp"}}, 1e-5),
+    ],
+    ids=str,
+)
+def test_a_setting_that_changes_memory_or_speed_changes_no_number(
+    settings: dict[str, Any], tolerance: float, world_of_one: None
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ids = torch.randint(3, VOCABULARY, (4, 16), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    runs = []
+    for given in ({}, settings):
+        model = build_model("llama", tied=False)
+        apply_fsdp(model, FSDPConfig(precision="fp32", **given))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if "parameters" in given.values():
+            assert all(local_shard(parameter).device.type == "cpu" for parameter in model.parameters())
+            assert all(local_shard(parameter).is_pinned() for parameter in model.parameters())
+        runs.append([_step(model, optimizer, ids) for _ in range(3)])
+        audit_sharding(model, optimizer)
+    assert runs[1] == pytest.approx(runs[0], abs=tolerance)
+
+
+def test_fp16_with_a_scaler_trains_as_fp32_and_skips_an_overflow(world_of_one: None) -> None:
+    model = build_model("llama", tied=False)
+    apply_fsdp(model, FSDPConfig(precision="fp16-mixed"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    ids = torch.randint(3, VOCABULARY, (4, 16), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    losses = []
+    for step in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(float(loss.item()))
+        scaler.scale(loss * float("inf") if step == 1 else loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert losses[2] == losses[1] != losses[0]  # the second step was skipped
+    assert losses[3] < losses[0]
+
+
+def test_qlora_on_cuda_trains_its_adapters(world_of_one: None, tmp_path: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    build_model("llama", tied=False, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.bfloat16, quantization_config=four_bits, device_map={"": 0}
+    )
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    apply_fsdp(model, FSDPConfig(precision="bf16-mixed"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    assert audit_sharding(model, optimizer).sharded_share == 1.0
+    ids = torch.randint(3, VOCABULARY, (4, 16), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    losses = []
+    for _ in range(3):
+        losses.append(_step(model, optimizer, ids))
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=ids)
+        model.train()
+    assert losses[2] < losses[0]
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:

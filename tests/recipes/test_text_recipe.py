@@ -17,6 +17,7 @@ from tests.recipes import tiny
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "text" / "train.py"
+SHIPPED = [f"{model}_{method}" for model in ("llama2_7b", "llama3_1_8b") for method in ("full", "lora", "qlora")]
 
 
 def _environment() -> dict[str, str]:
@@ -75,7 +76,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def single(work: Path) -> str:
     """One process: full fine-tuning with every output; its standard output."""
-    return _train(work, "run.yaml", "--output_dir", "single", "--print_examples", "2", "--report_to", "wandb")
+    flags = ("--print_examples", "2", "--report_to", "wandb", "--eval_samples", "2")
+    return _train(work, "run.yaml", "--output_dir", "single", *flags)
 
 
 def test_one_process_leaves_every_output(work: Path, single: str) -> None:
@@ -93,6 +95,15 @@ def test_the_printed_examples_are_the_first_training_samples_with_their_mask(sin
     ]
     assert single.count("  loss | It is ") == 2
     assert "0 of 32 samples (0.0%) are cut" in single
+
+
+def test_eval_samples_shows_answers_to_held_out_questions(work: Path, single: str) -> None:
+    lines = [json.loads(line) for line in (work / "single" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["index"]) for line in lines] == [(4, 0), (4, 1)]
+    for line in lines:
+        number = int(re.search(r"What is (\d+) and", line["prompt"])[1])
+        assert line["reference"] == f"It is {2 * number}."
+    assert single.count("hf-fsdp: samples at step 4") == 1
 
 
 def test_an_offline_wandb_run_prints_its_sync_command(work: Path, single: str) -> None:
@@ -145,6 +156,40 @@ def test_the_resolved_config_starts_the_same_run_again(work: Path, single: str) 
 
 # PEFT asks transformers by a name that transformers is about to drop.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_qlora_on_two_processes_gives_the_losses_of_one_and_an_adapter_that_loads(work: Path) -> None:
+    flags = ["--load_in_4bit", "--use_bnb_nested_quant", "--use_peft", "--lora_r", "4", "--lora_dropout", "0",
+             "--lora_target_modules", "all-linear", "--eval_strategy", "steps", "--eval_steps", "1",
+             "--report_to", "none"]  # fmt: skip
+    single = _train(work, "run.yaml", *flags, "--output_dir", "qlora_one")
+    output = _train(work, "run.yaml", *flags, "--output_dir", "qlora_two", "--require_sharding", processes=2)
+    said = "28 adapter weights beside 4-bit layers were in bfloat16 and are stored in float32"
+    assert single.count(said) == output.count(said) == 1
+    audit = json.loads((work / "qlora_two" / "audit.json").read_text())
+    assert audit["sharded_share"] == 1.0 and {unit["storage"] for unit in audit["units"]} == {"float32"}
+    assert any("14 layers in 4 bits (nf4, scales quantized again)" in note for note in audit["notes"])
+    one, two = work / "qlora_one", work / "qlora_two"
+    assert _losses(two) == pytest.approx(_losses(one), rel=1e-5)
+    evaluations = [[m["eval_loss"] for m in _metrics(folder) if "eval_loss" in m] for folder in (one, two)]
+    assert len(evaluations[0]) >= 4 and evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
+
+    from peft import AutoPeftModelForCausalLM
+    from transformers import BitsAndBytesConfig
+
+    models = [
+        AutoPeftModelForCausalLM.from_pretrained(
+            folder / "final", dtype="float32", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+        )
+        for folder in (one, two)
+    ]
+    adapters = [{n: p for n, p in model.named_parameters() if "lora_" in n} for model in models]
+    assert len(adapters[0]) == 28 and {str(p.dtype) for p in adapters[0].values()} == {"torch.float32"}
+    for name, weight in adapters[0].items():
+        assert weight.abs().sum() > 0, name
+        assert (weight - adapters[1][name]).norm() <= 1e-3 * weight.norm(), name
+
+
+# PEFT asks transformers by a name that transformers is about to drop.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_on_completions_saves_an_adapter_that_peft_loads(work: Path) -> None:
     output = _train(
         work, "run.yaml", "--dataset_name=pairs.jsonl", "--rename_columns", "question=prompt", "answer=completion",
@@ -171,7 +216,6 @@ def test_lora_on_completions_saves_an_adapter_that_peft_loads(work: Path) -> Non
         (["--model_name_or_path", "no/such-model"], "ModelAccessError: model_name_or_path='no/such-model' is not in"),
         (["--global_batch_size", "3"], "ConfigError: global_batch_size=3 is not a multiple of"),
         (["--global_batch_size", "0"], "ConfigError: global_batch_size=0 is below 1"),
-        (["--fp16", "true"], "ConfigError: fp16 arrives in a later release"),
         (["--learning_rate", "nan"], "ConfigError: learning_rate=nan is not a finite number"),
         (["--per_device_train_batch_size", "0"], "ConfigError: per_device_train_batch_size=0 is below 1"),
         (["--seed", "-1"], "ConfigError: seed=-1 is below 0"),
@@ -182,7 +226,8 @@ def test_lora_on_completions_saves_an_adapter_that_peft_loads(work: Path) -> Non
         (["--fsdp.wrap", "[A"], "ConfigError: --fsdp.wrap '[A' is not valid YAML"),
         (["--output_dir", "run.yaml/x"], "ConfigError: output_dir='run.yaml/x' cannot be written: Not a directory"),
         (["--optim", "adamw_trch"], "ConfigError: optim: invalid choice: 'adamw_trch'"),
-        (["--load_in_4bit"], "ConfigError: load_in_4bit arrives in a later release"),
+        (["--load_in_4bit"], "ConfigError: load_in_4bit without use_peft: weights in 4 bits have no gradient"),
+        (["--load_in_8bit"], "ConfigError: load_in_8bit has no shards that train"),
         (["--gradient_accumulation_steps", "7"], "ConfigError: gradient_accumulation_steps=7 contradicts"),
         (["--max_length", "20"], "DataError: max_length=20 cuts off the whole answer of every sample"),
         (["--require_sharding"], "ShardingError: sharding.require_sharding is true and there is one process"),
@@ -239,7 +284,7 @@ def test_the_command_line_shows_an_error_without_a_traceback(work: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["llama2_7b_full", "llama2_7b_lora", "llama3_1_8b_full", "llama3_1_8b_lora"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_run_configs_parse_on_eight_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     train = _load_recipe()
     monkeypatch.setattr(train, "WORLD_SIZE", 8)
@@ -248,7 +293,7 @@ def test_the_shipped_run_configs_parse_on_eight_processes(name: str, monkeypatch
     assert training.gradient_accumulation_steps * training.per_device_train_batch_size * 8 == recipe.global_batch_size
     assert fsdp.precision.preset == "bf16-mixed" and training.bf16
     assert not training.gradient_checkpointing and fsdp.activation_checkpointing.mode == "full"
-    assert model.use_peft == name.endswith("lora")
+    assert model.use_peft == name.endswith("lora") and model.load_in_4bit == name.endswith("qlora")
     assert (training.learning_rate, training.max_length) == (2e-4 if model.use_peft else 2e-5, 4096)
     assert script.dataset_name and training.eval_strategy != "no"
     # Precision is said once, so one override is enough.
@@ -256,7 +301,7 @@ def test_the_shipped_run_configs_parse_on_eight_processes(name: str, monkeypatch
     assert fsdp.precision.preset == "fp32" and not training.bf16
 
 
-@pytest.mark.parametrize("name", ["llama2_7b_full", "llama2_7b_lora", "llama3_1_8b_full", "llama3_1_8b_lora"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_value_of_a_shipped_run_config_says_where_it_comes_from(name: str) -> None:
     lines = (REPOSITORY / "configs" / "train" / f"{name}.yaml").read_text().splitlines()
     values = [line for line in lines if line.strip() and not line.lstrip().startswith("#") and line != "fsdp:"]

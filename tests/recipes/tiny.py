@@ -79,6 +79,13 @@ def llama2_tokenizer(template: str | None = None) -> Any:
     return fast
 
 
+def mistral_v3_tokenizer(template: str | None = None) -> Any:
+    """Return a tokenizer in the manner of Mistral v0.3: Llama 2's, with [INST] and [/INST] as one token each."""
+    tokenizer = llama2_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
+    return tokenizer
+
+
 def save_tiny_llama(folder: Path, tokenizer: Any) -> str:
     """Write a 2-layer random Llama with its tokenizer; return the folder as text."""
     import torch

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_fsdp.config.schema import ActivationCheckpointingConfig
+from hf_fsdp.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from hf_fsdp.policies.activation import (
-    apply_activation_checkpointing,
+    apply_activations,
     disable_cache_in_training,
+    plan_activations,
     select_blocks,
     turn_off_model_checkpointing,
 )
@@ -48,7 +49,11 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def checkpoint_all(model: Any, config: ActivationCheckpointingConfig = FULL) -> int:
-    return apply_activation_checkpointing(model, config, list(find_blocks(model).blocks.values()))
+    plan = plan_activations(
+        model, FSDPConfig(activation_checkpointing=config), list(find_blocks(model).blocks.values())
+    )
+    apply_activations(model, plan)
+    return len(plan.checkpointed)
 
 
 # -- which blocks -----------------------------------------------------------------------------------------------------
@@ -63,11 +68,33 @@ def checkpoint_all(model: Any, config: ActivationCheckpointingConfig = FULL) -> 
         (ActivationCheckpointingConfig(mode="full", every=2), [0, 2, 4]),
         (ActivationCheckpointingConfig(mode="full", every=3), [0, 3]),
         (ActivationCheckpointingConfig(mode="full", every=9), [0]),
+        (ActivationCheckpointingConfig(mode="full", fraction=0.4), [2, 4]),
+        (ActivationCheckpointingConfig(mode="full", fraction=0.5), [1, 3, 4]),
+        (ActivationCheckpointingConfig(mode="full", fraction=0.01), [4]),
+        (ActivationCheckpointingConfig(mode="full", fraction=1.0), [0, 1, 2, 3, 4]),
     ],
 )
-def test_every_nth_block_is_chosen_from_the_first(config: ActivationCheckpointingConfig, chosen: list[int]) -> None:
-    blocks: list[nn.Module] = [nn.Linear(1, 1) for _ in range(5)]
-    assert [blocks.index(block) for block in select_blocks(config, blocks)] == chosen
+def test_every_nth_block_or_an_even_share_is_chosen(config: ActivationCheckpointingConfig, chosen: list[int]) -> None:
+    names = ["0", "1", "2", "3", "4"]
+    assert [names.index(name) for name in select_blocks(config, {"language": names})] == chosen
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 1 / 3, 0.5, 0.75, 0.9])
+def test_a_share_is_spread_evenly(fraction: float) -> None:
+    names = [str(index) for index in range(24)]
+    config = ActivationCheckpointingConfig(mode="full", fraction=fraction)
+    chosen = [int(name) for name in select_blocks(config, {"language": names})]
+    assert len(chosen) == round(24 * fraction)
+    gaps = [after - before for before, after in zip([-1, *chosen], chosen, strict=False)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_every_and_fraction_count_within_each_tower() -> None:
+    towers = {"vision": ["v0", "v1", "v2"], "language": ["l0", "l1", "l2", "l3"]}
+    every = ActivationCheckpointingConfig(mode="full", every=2)
+    assert select_blocks(every, towers) == ["v0", "v2", "l0", "l2"]
+    half = ActivationCheckpointingConfig(mode="full", fraction=0.5, towers=("language",))
+    assert select_blocks(half, towers) == ["l1", "l3"]
 
 
 def test_only_the_chosen_blocks_are_checkpointed() -> None:

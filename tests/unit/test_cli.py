@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -182,13 +183,28 @@ def test_a_folder_or_an_impossible_place_for_the_file_is_refused(tmp_path: Path)
     assert "cannot be written" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("auto", "bfloat16"), ("bf16-true", "bfloat16"), ("fp32", "float32"), ("fp16-mixed", "float16")],
+)
+def test_qlora_gets_a_launch_file_and_the_loading_that_can_be_sharded(precision: str, dtype: str) -> None:
+    result = run("config", "llama-2-7b", "--gpus", "8", "--method", "qlora", "--precision", precision)
+    assert result.exit_code == 0, result.stderr
+    assert "# Launch file of Accelerate for QLoRA fine-tuning of meta-llama/Llama-2-7b-hf." in result.stdout
+    assert "GiB" not in result.stdout  # the size of 16-bit weights would be four times too large
+    assert f"bnb_4bit_compute_dtype=torch.{dtype}, bnb_4bit_quant_storage=torch.{dtype}))" in result.stderr
+    assert f"dtype=torch.{dtype}, quantization_config=BitsAndBytesConfig(" in result.stderr
+    plain = run("config", "llama-2-7b", "--gpus", "8", "--method", "lora", "--precision", precision)
+    assert "BitsAndBytesConfig" not in plain.stderr
+
+
 def test_every_wrong_flag_is_reported_at_once_and_the_fixes_work(tmp_path: Path) -> None:
     wrong = {
         "--gpus": "8xA100",
         "--machines": "0",
-        "--method": "qlora",
+        "--method": "qlorra",
         "--precision": "bf61",
-        "--offload": "true",
+        "--offload": "disk",
         "--activation-checkpointing": "{every: 0}",
     }
     result = run("config", "lama-2-7b", *(word for pair in wrong.items() for word in pair), "-o", str(tmp_path))
@@ -196,8 +212,6 @@ def test_every_wrong_flag_is_reported_at_once_and_the_fixes_work(tmp_path: Path)
     assert result.stdout == ""
     assert result.stderr.startswith("ConfigError: 8 problems\n")
     assert "Traceback" not in result.stderr
-    import shlex
-
     fixes = [line.partition("fix   ")[2] for line in result.stderr.splitlines() if line.startswith("  fix   ")]
     words = [word for fix in fixes[1:] for word in shlex.split(fix.partition(" or ")[0], comments=True)]
     repaired = run("config", fixes[0].removeprefix("use "), *words)
@@ -207,30 +221,36 @@ def test_every_wrong_flag_is_reported_at_once_and_the_fixes_work(tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "message", "fix"),
     [
-        (("--method", "qlora"), "--method qlora arrives in a later release", "--method lora"),
         (("--method", "lorra"), "--method lorra is not a way to fine-tune", "--method lora"),
-        (("--offload", "parameters"), "offload='parameters' arrives in a later release", "--offload none"),
-        (("--offload", "[optimizer]"), "arrives in a later release", "--offload none"),
-        (("--precision", "fp16"), "'fp16' arrives in a later release", "--precision fp32"),
-        (("--activation-checkpointing", "selective"), "later release", "--activation-checkpointing full"),
+        (("--offload", "[optimizer]"), "state is where the parameters' shards are", "--offload parameters"),
+        (("--precision", "fp8"), "'fp8' arrives in a later release", "--precision fp32"),
+        (
+            ("--activation-checkpointing", "{fraction: 2}"),
+            "not a share",
+            "--activation-checkpointing '{fraction: 0.5}'",
+        ),
     ],
 )
-def test_what_a_later_release_brings_is_refused_by_name(flags: tuple[str, str], message: str, fix: str) -> None:
+def test_a_flag_that_cannot_be_used_is_refused_and_its_fix_works(
+    flags: tuple[str, str], message: str, fix: str
+) -> None:
     result = run("config", "llama-2-7b", "--gpus", "8", *flags)
     assert result.exit_code == 2
     assert message in result.stderr
     assert f"fix   {fix}" in result.stderr
-    assert run("config", "llama-2-7b", "--gpus", "8", *fix.split()).exit_code == 0
+    assert run("config", "llama-2-7b", "--gpus", "8", *shlex.split(fix)).exit_code == 0
 
 
-def test_bf16_is_refused_for_a_gpu_without_it_and_auto_settles_on_fp32() -> None:
+def test_bf16_is_refused_for_a_gpu_without_it_and_auto_settles_on_fp16() -> None:
     result = run("config", "llama-2-7b", "--gpus", "8xV100-32G", "--precision", "bf16-mixed")
     assert result.exit_code == 2
     assert "V100-32G does not compute in bf16" in result.stderr
-    assert "fix   --precision fp32" in result.stderr
+    assert "fix   --precision fp16-mixed" in result.stderr
     result = run("config", "llama-2-7b", "--gpus", "8xV100-32G")
-    assert yaml.safe_load(result.stdout)["mixed_precision"] == "no"
+    assert yaml.safe_load(result.stdout)["mixed_precision"] == "fp16"
     assert "V100-32G does not compute in bf16" in result.stdout
+    result = run("config", "llama-2-7b", "--gpus", "8xV100-32G", "--precision", "fp32")
+    assert yaml.safe_load(result.stdout)["mixed_precision"] == "no"
 
 
 def test_missing_gpus_are_asked_for() -> None:

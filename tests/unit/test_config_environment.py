@@ -147,19 +147,17 @@ def test_an_fsdp1_file_is_refused_and_its_fix_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "message", "repaired"),
     [
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "offload.parameters=True arrives", {"FSDP_OFFLOAD_PARAMS": "false"}),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "wrapping by size", None),
+        ({"FSDP_OFFLOAD_PARAMS": "perhaps"}, "neither true nor false", {"FSDP_OFFLOAD_PARAMS": "false"}),
         ({"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}, "does not exist under FSDP2", None),
         ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "['A', 'B']"}, "not the name of a class", None),
         ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "has no effect under FSDP2", None),
         ({"FSDP_SHARDING_STRATEGY": "4"}, "HYBRID_SHARD is FSDP1's", None),
-        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "arrives in a later release", None),
         (
             {"FSDP_IGNORED_MODULES": "lm_head"},
             "fsdp_ignored_modules arrives in a later",
             {"FSDP_IGNORED_MODULES": "None"},
         ),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "'fp16' arrives in a later", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "'fp8' arrives in a later", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
         (
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
             "parallelism_config_tp_size: 2 arrives in a later release",
@@ -178,6 +176,27 @@ def test_what_the_file_asks_for_and_we_cannot_do_is_refused(
         from_accelerate_environment({**LAUNCHED, **variables, **repaired})
 
 
+def test_offload_size_and_fp16_of_a_launch_file_reach_the_config() -> None:
+    environ = {
+        **LAUNCHED,
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "5000",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+    }
+    config = merge(FSDPConfig(), {}, from_accelerate_environment(environ)).config
+    assert config.offload.parameters and config.offload.optimizer
+    assert config.offload.activations == "block_inputs"
+    assert (config.wrap.policy, config.wrap.min_num_params) == ("size", 5000)
+    assert config.precision.preset == "fp16-mixed"
+
+
+def test_the_size_that_the_launcher_exports_beside_every_policy_says_nothing() -> None:
+    environ = {**LAUNCHED, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000000"}
+    assert merge(FSDPConfig(), {}, from_accelerate_environment(environ)).config.wrap.policy == "transformer_layers"
+
+
 def test_hybrid_sharding_of_a_parallelism_config_is_read() -> None:
     environ = {
         **LAUNCHED,
@@ -191,6 +210,6 @@ def test_hybrid_sharding_of_a_parallelism_config_is_read() -> None:
 
 
 def test_all_problems_of_a_launch_come_at_once() -> None:
-    environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "ACCELERATE_MIXED_PRECISION": "fp8"}
+    environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "maybe", "ACCELERATE_MIXED_PRECISION": "fp8"}
     with pytest.raises(ConfigError, match="^3 problems"):
         from_accelerate_environment(environ)

@@ -53,7 +53,7 @@ def test_every_problem_of_a_file_is_reported_with_its_line_and_the_fixes_make_it
 fsdp:
   warp: transformer_layers
   precision: bf61
-  offload: parameters
+  offload: parameter_s
   sharding:
     reshard: true
     dp_replicate_size: none

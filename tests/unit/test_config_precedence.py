@@ -89,10 +89,10 @@ def test_values_of_lower_layers_are_checked_all_at_once_with_their_sources() -> 
     with pytest.raises(ConfigError, match="^2 problems") as caught:
         merge(
             FSDPConfig(),
-            {"precision.preset": Stated("fp16-mixed", "TrainingArguments(fp16=True)", True)},
-            {"offload.parameters": Stated("true", "file")},
+            {"precision.preset": Stated("fp8", "TrainingArguments(fp8=True)", True)},
+            {"offload.parameters": Stated("maybe", "file")},
         )
-    assert [problem.source for problem in caught.value.problems] == ["TrainingArguments(fp16=True)", "file"]
+    assert [problem.source for problem in caught.value.problems] == ["TrainingArguments(fp8=True)", "file"]
 
 
 def test_how_to_wrap_is_decided_by_one_layer() -> None:

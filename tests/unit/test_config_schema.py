@@ -23,9 +23,10 @@ from hf_fsdp.config import (
     ShardingConfig,
     WrapConfig,
 )
-from hf_fsdp.config.parse import ALIASES, DOTTED_KEYS, FIELD_PARSERS, SECTION_FIELDS
+from hf_fsdp.config.parse import ALIASES, DOTTED_KEYS, SECTION_FIELDS
 from hf_fsdp.config.schema import SECTION_CLASSES
 from hf_fsdp.config.validate import check_config, note_config
+from hf_fsdp.config.values import FIELD_PARSERS
 from hf_fsdp.errors import ConfigError
 
 
@@ -75,7 +76,34 @@ def test_every_field_of_every_section_has_a_parser_and_the_dataclass_agrees() ->
         ({"precision": {"save_dtype": "bf16"}}, "precision.save_dtype", "bfloat16"),
         ({"offload": "none"}, "offload.parameters", False),
         ({"offload": False}, "offload.optimizer", False),
-        ({"offload": []}, "offload.activations", False),
+        ({"offload": []}, "offload.activations", "none"),
+        ({"offload": True}, "offload.parameters", True),
+        ({"offload": "cpu"}, "offload.optimizer", True),
+        ({"offload": "parameters, activations"}, "offload.activations", "auto"),
+        ({"activation_checkpointing": {"fraction": "50%"}}, "activation_checkpointing.fraction", 0.5),
+        ({"offload": ["parameters", "activations"]}, "offload.activations", "auto"),
+        ({"offload": {"parameters": True}}, "offload.optimizer", True),
+        ({"offload": {"activations": "saved-tensors"}}, "offload.activations", "saved_tensors"),
+        ({"offload": {"pin_memory": "auto"}}, "offload.pin_memory", "auto"),
+        ({"offload": {"pin_memory": "no"}}, "offload.pin_memory", False),
+        ({"cpu_offload": "true"}, "offload.parameters", True),
+        ({"wrap": "size"}, "wrap.policy", "size"),
+        ({"wrap": "SIZE_BASED_WRAP"}, "wrap.policy", "size"),
+        ({"wrap": {"min_num_params": "20M"}}, "wrap.min_num_params", 20_000_000),
+        ({"wrap": {"min_num_params": 1e8}}, "wrap.min_num_params", 100_000_000),
+        ({"wrap": {"min_num_params": "1e6"}}, "wrap.policy", "size"),
+        ({"wrap": {"granularity": "attention-and-mlp"}}, "wrap.granularity", "attention_and_mlp"),
+        ({"precision": "fp16"}, "precision.preset", "fp16-mixed"),
+        ({"precision": {"keep_norms_fp32": "auto"}}, "precision.keep_norms_fp32", "auto"),
+        ({"activation_checkpointing": "selective"}, "activation_checkpointing.selective", ("attention",)),
+        ({"activation_checkpointing": {"selective": "matmul, aten.mm"}}, "activation_checkpointing.mode", "full"),
+        ({"activation_checkpointing": {"towers": ["Language"]}}, "activation_checkpointing.towers", ("language",)),
+        ({"activation_checkpointing": {"fraction": "0.5"}}, "activation_checkpointing.fraction", 0.5),
+        ({"compile": "blocks"}, "compile.blocks", True),
+        ({"compile": False}, "compile.blocks", False),
+        ({"compile": {"backend": "aot_eager"}}, "compile.blocks", True),
+        ({"compile": {"mode": "max_autotune"}}, "compile.mode", "max-autotune"),
+        ({"torch_compile": "true"}, "compile.blocks", True),
         ({"offload": {"parameters": "false"}}, "offload.parameters", False),
         ({"activation_checkpointing": True}, "activation_checkpointing.mode", "full"),
         ({"activation_checkpointing": "false"}, "activation_checkpointing.mode", "none"),
@@ -107,28 +135,92 @@ def test_what_people_type_is_understood_and_shown_in_our_names(given: dict[str, 
 @pytest.mark.parametrize(
     ("given", "message", "fixed"),
     [
-        ({"wrap": "size"}, "wrapping by size.* arrives in a later release", ("wrap.policy", "transformer_layers")),
-        ({"wrap": {"granularity": "attention"}}, "granularity='attention' arrives in a later", ("wrap.callable", None)),
+        (
+            {"wrap": {"granularity": "attention"}},
+            "not one of layer, attention_and_mlp",
+            ("wrap.granularity", "attention_and_mlp"),
+        ),
+        ({"wrap": {"min_num_params": 0}}, "is below 1", ("wrap.min_num_params", 1)),
+        ({"wrap": {"min_num_params": "many"}}, "is not a whole number", ("wrap.min_num_params", 1)),
+        (
+            {"wrap": {"policy": "transformer_layers", "min_num_params": 7}},
+            "has no meaning under wrap.policy=transformer_layers",
+            ("wrap.policy", "size"),
+        ),
+        (
+            {"wrap": {"policy": "size", "layer_classes": ["A"]}},
+            "policy=size and wrap.layer_classes both say",
+            ("wrap.policy", "size"),
+        ),
+        (
+            {"wrap": {"policy": "size", "granularity": "attention_and_mlp"}},
+            "contradict each other",
+            ("wrap.granularity", "attention_and_mlp"),
+        ),
         ({"wrap": "transformer_layer"}, "is not a wrap policy", ("wrap.policy", "transformer_layers")),
         ({"wrap": "no_wrap"}, "would make the whole model one unit", ("wrap.policy", "transformer_layers")),
         ({"wrap": ["model.layers"]}, "not the name of a class", ("wrap.policy", "transformer_layers")),
         ({"wrap": {"callable": "f"}}, "is not a Python function", ("wrap.policy", "transformer_layers")),
         ({"wrap": 3}, "wrap=3 is not a way to wrap", ("wrap.policy", "transformer_layers")),
         ({"wrap": None}, "wrap is empty", ("wrap.policy", "transformer_layers")),
-        ({"precision": "fp16"}, "'fp16' arrives in a later release", ("precision.preset", "fp32")),
-        ({"precision": "fp16-mixed"}, "'fp16-mixed' arrives in a later release", ("precision.preset", "fp32")),
+        ({"precision": "fp8"}, "'fp8' arrives in a later release", ("precision.preset", "fp32")),
+        ({"precision": "fp16-true"}, "lose small updates", ("precision.preset", "fp16-mixed")),
         ({"precision": "bf16-mixd"}, "is not a precision", ("precision.preset", "bf16-mixed")),
         ({"precision": True}, "preset=True is not a precision", ("precision.preset", "bf16-mixed")),
         ({"precision": {"reduce_dtype": "float16"}}, "not one of float32, bfloat16", None),
         ({"precision": {"keep_norms_fp32": "maybe"}}, "neither true nor false", ("precision.keep_norms_fp32", True)),
-        ({"offload": True}, "offload=True arrives in a later release", ("offload.parameters", False)),
-        ({"offload": "optimizer"}, "offload='optimizer' arrives in a later", ("offload.optimizer", False)),
-        ({"offload": ["parameters", "activations"]}, "arrives in a later release", ("offload.parameters", False)),
-        ({"offload": {"optimizer": True}}, "offload.optimizer=True arrives in a later", ("offload.optimizer", False)),
-        ({"offload": "optimiser"}, "is not something that can be offloaded", ("offload.optimizer", False)),
-        ({"cpu_offload": "true"}, "offload.parameters=True arrives", ("offload.parameters", False)),
-        ({"activation_checkpointing": "selective"}, "later release", ("activation_checkpointing.mode", "full")),
-        ({"activation_checkpointing": {"towers": ["language"]}}, "later", ("activation_checkpointing.mode", "full")),
+        ({"offload": "optimizer"}, "state is where the parameters' shards are", ("offload.parameters", True)),
+        ({"offload": {"optimizer": True}}, "state is where the parameters' shards are", ("offload.optimizer", True)),
+        (
+            {"offload": {"parameters": True, "optimizer": False}},
+            "state is where the parameters' shards are",
+            ("offload.optimizer", True),
+        ),
+        ({"offload": "activation"}, "is not something that can be offloaded", ("offload.activations", "auto")),
+        ({"offload": {"activations": "block_input"}}, "is not one of", ("offload.activations", "block_inputs")),
+        (
+            {"offload": {"activations": "block_inputs"}, "activation_checkpointing": "none"},
+            "more than the inputs of blocks is kept",
+            ("activation_checkpointing.mode", "full"),
+        ),
+        (
+            {"activation_checkpointing": {"towers": ["languge"]}},
+            "holds 'languge'",
+            ("activation_checkpointing.towers", ("language",)),
+        ),
+        (
+            {"activation_checkpointing": {"fraction": 1.5}},
+            "not a share of the blocks",
+            ("activation_checkpointing.fraction", 0.5),
+        ),
+        (
+            {"activation_checkpointing": {"selective": ["at tention"]}},
+            "which is not an operator",
+            ("activation_checkpointing.selective", ("attention",)),
+        ),
+        (
+            {"activation_checkpointing": {"selective": 3}},
+            "is not a list of names",
+            ("activation_checkpointing.selective", ("attention", "matmul")),
+        ),
+        (
+            {"activation_checkpointing": {"fraction": 0.5, "every": 2}},
+            "both choose which blocks",
+            ("activation_checkpointing.fraction", 0.5),
+        ),
+        (
+            {"activation_checkpointing": {"mode": "none", "fraction": 0.5}},
+            "contradict each other",
+            ("activation_checkpointing.fraction", 0.5),
+        ),
+        (
+            {"activation_checkpointing": {"mode": "selective"}},
+            "which operators are kept is a key of its own",
+            ("activation_checkpointing.selective", ("attention",)),
+        ),
+        ({"compile": "all"}, "is not a way to compile", ("compile.blocks", True)),
+        ({"compile": {"mode": "max-autotun"}}, "is not one of default", ("compile.mode", "max-autotune")),
+        ({"compile": {"backend": 3}}, "is not the name of a compiler", ("compile.backend", "inductor")),
         ({"activation_checkpointing": "ful"}, "is not a mode", ("activation_checkpointing.mode", "full")),
         ({"activation_checkpointing": 2}, "is a number, not a mode", ("activation_checkpointing.every", 2)),
         ({"activation_checkpointing": {"every": 0}}, "every=0 is below 1", ("activation_checkpointing.every", 1)),
@@ -172,7 +264,7 @@ def test_an_unrecognisable_key_lists_what_exists() -> None:
 
 def test_all_problems_come_in_one_error() -> None:
     with pytest.raises(ConfigError, match="^4 problems") as caught:
-        FSDPConfig(precision="fp99", offload=True, wrap={"size": 3}, sharding={"dp_replicate_size": 0})
+        FSDPConfig(precision="fp99", offload="disk", wrap={"size": 3}, sharding={"dp_replicate_size": 0})
     assert len(caught.value.problems) == 4
 
 
@@ -198,8 +290,8 @@ def test_dataclasses_mappings_and_short_forms_mean_the_same() -> None:
 
 
 def test_values_in_a_section_dataclass_are_checked_too() -> None:
-    with pytest.raises(ConfigError, match="offload.parameters=True arrives in a later release"):
-        FSDPConfig(offload=OffloadConfig(parameters=True))
+    with pytest.raises(ConfigError, match="offload.activations='disk' is not one of"):
+        FSDPConfig(offload=OffloadConfig(activations="disk"))
     assert FSDPConfig(precision=PrecisionConfig(preset="bf16")).precision.preset == "bf16-mixed"
 
 
@@ -228,7 +320,14 @@ def test_a_config_survives_copy_and_pickle_and_stays_frozen() -> None:
 
 
 def test_a_config_comes_back_from_its_own_mapping_yaml_and_json() -> None:
-    config = FSDPConfig(wrap=["A"], precision={"preset": "bf16", "save_dtype": "bf16"}, checkpoint="sharded")
+    config = FSDPConfig(
+        wrap=["A"],
+        precision={"preset": "bf16", "save_dtype": "bf16"},
+        offload=["parameters", "activations"],
+        activation_checkpointing={"selective": ["attention"], "towers": ["language"], "fraction": 0.5},
+        compile="blocks",
+        checkpoint="sharded",
+    )
     assert list(config.to_mapping()) == list(SECTION_FIELDS)
     assert FSDPConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
     assert FSDPConfig.from_mapping(yaml.safe_load(config.to_yaml())["fsdp"]) == config
@@ -337,6 +436,10 @@ def test_trainer_kwargs_keep_the_launch_files_way_of_reading_weights(monkeypatch
         ({"fsdp_activation_checkpointing": True}, "activation_checkpointing.mode", "full"),
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "checkpoint.format", "sharded"),
         ({"cpu_offload": "false"}, "offload.parameters", False),
+        ({"cpu_offload": True}, "offload.parameters", True),
+        ({"activation_checkpointing_offload": True}, "offload.activations", "auto"),
+        ({"min_num_params": 1000}, "wrap.min_num_params", 1000),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "wrap.policy", "size"),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "wrap.policy", "transformer_layers"),
         ({"backward_prefetch": "NO_PREFETCH"}, "sharding.backward_prefetch", 0),
         ({"forward_prefetch": "true"}, "sharding.forward_prefetch", 1),
@@ -373,8 +476,8 @@ def test_keys_that_decide_nothing_are_accepted() -> None:
     ("stock", "message", "fix"),
     [
         ({"version": 1}, "hf-fsdp runs FSDP2", "version: 2"),
-        ({"cpu_offload": True}, "offload.parameters=True arrives in a later release", "cpu_offload: false"),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "wrapping by size", "auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        ({"cpu_offload": "perhaps"}, "neither true nor false", "cpu_offload: false"),
+        ({"auto_wrap_policy": "SIZED"}, "is not a wrap policy", "auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
         ({"transformer_layer_cls_to_warp": ["A"]}, "is not a key of TrainingArguments.fsdp_config", None),
         ({"fsdp_reshard_after_foward": True}, "reshard_after_foward=True is not a key", "reshard_after_forward: true"),
         ({"xla": True}, "trains on TPUs", None),
@@ -383,7 +486,7 @@ def test_keys_that_decide_nothing_are_accepted() -> None:
             "neither true nor false",
             "activation_checkpointing: true   # or false",
         ),
-        ({"min_num_params": 1000}, "wrapping by size", None),
+        ({"ignored_modules": ["a"]}, "arrives in a later release", None),
         ({"sharding_strategy": "NO_SHARD"}, "shards nothing", "sharding_strategy: FULL_SHARD"),
         ({"backward_prefetch": "BACKWARD_POST"}, "does not exist under FSDP2", "backward_prefetch: BACKWARD_PRE"),
         ({"mixed_precision_policy": {"param": 1}}, "is not read by Trainer", None),
@@ -452,6 +555,8 @@ def test_meshes_that_fit_have_no_problem() -> None:
 def test_class_names_and_a_function_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="both say what a unit is"):
         FSDPConfig(wrap={"layer_classes": ["A"], "callable": select_units})
+    with pytest.raises(ConfigError, match="granularity=attention_and_mlp and wrap.callable both say"):
+        FSDPConfig(wrap={"granularity": "attention_and_mlp", "callable": select_units})
 
 
 def test_allowed_but_notable_settings_are_noted() -> None:

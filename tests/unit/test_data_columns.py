@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from hf_fsdp.data import check_examples, rename_columns
+from hf_fsdp.data import read_examples, rename_columns
 from hf_fsdp.errors import DataError
 from tests.recipes import tiny
 
 
 def _check(rows: list[dict[str, Any]]) -> str:
-    return check_examples(Dataset.from_list(rows), source="data.jsonl")
+    return read_examples(Dataset.from_list(rows), source="data.jsonl").kind
 
 
 def test_both_formats_are_recognised() -> None:
@@ -21,41 +21,6 @@ def test_both_formats_are_recognised() -> None:
     assert _check(tiny.completions(2)) == "prompt_completion"
     turns = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in tiny.conversations(2)]
     assert _check(turns) == "prompt_completion"
-
-
-def test_wrong_columns_say_what_was_found_and_the_rename_works() -> None:
-    dataset = Dataset.from_list([{"instruction": "a", "output": "b", "id": 1}])
-    with pytest.raises(DataError, match="has the columns instruction, output, id; expected is") as caught:
-        check_examples(dataset, source="data.jsonl")
-    fix = caught.value.problems[0].fix
-    assert fix == "rename_columns: [instruction=prompt, output=completion]"
-    renames = fix.removeprefix("rename_columns: [").removesuffix("]").split(", ")
-    assert check_examples(rename_columns(dataset, renames), source="data.jsonl") == "prompt_completion"
-
-
-def test_a_conversation_column_of_another_name_is_renamed_by_the_advice() -> None:
-    dataset = Dataset.from_list([{"conversations": row["messages"]} for row in tiny.conversations(2)])
-    with pytest.raises(DataError, match="has the columns conversations") as caught:
-        check_examples(dataset, source="data.jsonl")
-    assert caught.value.problems[0].fix == "rename_columns: [conversations=messages]"
-    assert check_examples(rename_columns(dataset, ["conversations=messages"]), source="data.jsonl") == "messages"
-
-
-def test_from_value_turns_are_converted_by_the_advice() -> None:
-    from trl import maybe_convert_to_chatml
-
-    turns = [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]
-    dataset = Dataset.from_list([{"conversations": turns}])
-    with pytest.raises(DataError, match="holds from/value turns") as caught:
-        check_examples(dataset, source="data.jsonl")
-    assert "maybe_convert_to_chatml" in caught.value.problems[0].fix
-    converted = dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
-    assert check_examples(converted, source="data.jsonl") == "messages"
-
-
-def test_two_formats_in_one_dataset_are_refused() -> None:
-    with pytest.raises(DataError, match="has both 'messages' and 'prompt'/'completion' columns"):
-        _check([{**tiny.conversations(1)[0], "prompt": None}, {**tiny.completions(1)[0], "messages": None}])
 
 
 def test_all_problems_of_the_rows_are_told_at_once_with_the_first_row() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
 
 from hf_fsdp.data import check_lengths, find_training_template, format_examples, measure_lengths
+from hf_fsdp.data.preview import _smallest_model
 from hf_fsdp.errors import DataError
 from tests.recipes import tiny
 
@@ -38,7 +41,7 @@ def test_the_share_of_cut_samples_is_exact_and_warned_above_five_percent(tokeniz
     cut = measure_lengths(dataset, tokenizer, max_length=sorted(lengths)[-2] - 1)
     assert (cut.num_cut, cut.num_lost) == (2, 1)  # of the shorter one, only the end is cut
     assert str(cut).startswith("warning: lengths: 2 of 20 samples (10.0%) are cut")
-    assert "1 lose their whole answer and are dropped" in str(cut)
+    assert "1 lose their whole answer and teach nothing" in str(cut)
     advised = int(str(cut).partition("max_length: ")[2].split()[0])
     assert measure_lengths(dataset, tokenizer, max_length=advised).cut_share <= 0.05
 
@@ -74,6 +77,34 @@ def test_conversational_completions_are_measured_as_one_text(tokenizer: Any) -> 
     whole = measure_lengths(Dataset.from_list([{"messages": turns}]), tokenizer, max_length=None)
     split = Dataset.from_list([{"prompt": turns[:1], "completion": turns[1:]}])
     assert measure_lengths(split, tokenizer, max_length=None).longest_tokens == whole.longest_tokens
+
+
+def test_texts_count_the_end_token_that_trl_adds_and_lose_nothing_whole(tokenizer: Any) -> None:
+    dataset = Dataset.from_list([{"body": "Hello! " * 3}, {"body": "Hello!<|im_end|>"}])
+    report = measure_lengths(dataset, tokenizer, max_length=4, text_field="body")
+    assert report.longest_tokens == len(tokenizer("Hello! " * 3 + "<|im_end|>")["input_ids"])
+    assert (report.num_cut, report.num_lost) == (1, 0)
+    short = measure_lengths(dataset.select([1]), tokenizer, max_length=None, text_field="body")
+    assert short.longest_tokens == len(tokenizer("Hello!<|im_end|>")["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["messages", "prompt_completion", "turns", "text"])
+def test_the_longest_sample_has_the_tokens_that_trl_makes_of_it(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    conversations = tiny.conversations(3)
+    rows: dict[str, list[dict[str, Any]]] = {
+        "messages": conversations,
+        "prompt_completion": tiny.completions(3),
+        "turns": [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in conversations],
+        "text": [{"text": "Hello! " * count} for count in (1, 2, 3)],
+    }
+    dataset = Dataset.from_list(rows[kind])
+    arguments = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=None)
+    trainer = SFTTrainer(
+        model=_smallest_model(tokenizer), args=arguments, train_dataset=dataset, processing_class=tokenizer
+    )
+    trained = max(len(row["input_ids"]) for row in trainer.train_dataset)
+    assert measure_lengths(dataset, tokenizer, max_length=None).longest_tokens == trained
 
 
 def test_many_rows_are_sampled_evenly(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

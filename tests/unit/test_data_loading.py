@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp.data import check_examples, load_splits, pick_split, select_eval_examples
+from hf_fsdp.data import load_splits, pick_split, read_examples, select_eval_examples
 from hf_fsdp.errors import DataError
 from tests.recipes import tiny
 
@@ -144,10 +144,10 @@ def test_a_column_of_two_types_is_found_by_the_row_check(tmp_path: Path) -> None
     rows[1]["completion"] = {"text": "4"}
     tiny.write_jsonl(path, rows)
     with pytest.raises(DataError, match="of different kinds .one text, one list of turns.; first: row 2"):
-        check_examples(load_splits(str(path))["train"], source=str(path))
+        read_examples(load_splits(str(path))["train"], source=str(path))
     rows[1]["completion"] = "4"
     tiny.write_jsonl(path, rows)
-    assert check_examples(load_splits(str(path))["train"], source=str(path)) == "prompt_completion"
+    assert read_examples(load_splits(str(path))["train"], source=str(path)).kind == "prompt_completion"
 
 
 def test_rows_wrapped_in_an_object_are_unwrapped_by_the_advice(tmp_path: Path) -> None:

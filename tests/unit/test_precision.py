@@ -26,7 +26,8 @@ def parameter(dtype: torch.dtype, *, trained: bool = True) -> nn.Parameter:
 
 
 @pytest.mark.parametrize(
-    ("preset", "storage", "compute"), [("fp32", FP32, FP32), ("bf16-mixed", FP32, BF16), ("bf16-true", BF16, BF16)]
+    ("preset", "storage", "compute"),
+    [("fp32", FP32, FP32), ("bf16-mixed", FP32, BF16), ("bf16-true", BF16, BF16), ("fp16-mixed", FP32, FP16)],
 )
 def test_a_preset_is_its_row_of_the_table(preset: str, storage: torch.dtype, compute: torch.dtype) -> None:
     row = table(preset)
@@ -37,20 +38,20 @@ def test_auto_is_bf16_mixed_when_nobody_said_otherwise() -> None:
     assert table("auto") == table("bf16-mixed")
 
 
-@pytest.mark.parametrize("preset", ["fp16-mixed", "int8"])
+@pytest.mark.parametrize("preset", ["fp8-mixed", "int8"])
 def test_a_preset_that_this_release_does_not_run_is_refused_with_advice_that_works(preset: str) -> None:
     with pytest.raises(
         PrecisionError, match=f"precision.preset='{preset}' is not a precision this release runs"
     ) as caught:
         table(preset)
-    assert caught.value.problems[0].near == "fp32, bf16-mixed, bf16-true"
+    assert caught.value.problems[0].near == "fp32, bf16-mixed, bf16-true, fp16-mixed"
     assert table(caught.value.problems[0].fix.removeprefix("precision: ")).compute is BF16
 
 
 # -- policies by kind of unit -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-true", "fp16-mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_reduced_in_float32_in_every_unit(preset: str, kind: str) -> None:
     assert table(preset).policy(kind).reduce_dtype is FP32

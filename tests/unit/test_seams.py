@@ -16,6 +16,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderStateMixin,
+    IterableDatasetShard,
+)
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import nn
@@ -24,8 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import BatchSampler, SequentialSampler
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
 
+from hf_fsdp import torch_private
 from hf_fsdp.integrations import accelerate as accelerate_seam
 from hf_fsdp.torch_private import local_shard, read_unit_state
 from tests.unit.small_models import enable_own_checkpointing, tiny_llama
@@ -133,6 +143,14 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
         (Accelerator, "get_state_dict", ["model", "unwrap"]),
         (AcceleratorState, "__init__", ["fsdp_plugin"]),
         (Trainer, "save_model", ["output_dir", "_internal_call"]),
+        (
+            Trainer,
+            "evaluation_loop",
+            ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+        ),
+        (Trainer, "prediction_step", ["model", "inputs", "prediction_loss_only", "ignore_keys"]),
+        (Seq2SeqTrainer, "prediction_step", ["model", "inputs", "prediction_loss_only", "ignore_keys"]),
+        (SFTTrainer, "prediction_step", ["model", "inputs", "prediction_loss_only", "ignore_keys"]),
     ],
 )
 def test_a_method_that_a_seam_replaces_or_calls_takes_these_arguments(
@@ -200,11 +218,20 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.sharded: list[tuple[nn.Module, list[Any]]] = []
+        self.frozen: list[nn.Module] = []
         self.losses: list[float] = []
 
     def shard(self, model: nn.Module, optimizers: list[Any], device_type: str) -> None:
         assert device_type == "cpu"
         self.sharded.append((model, optimizers))
+
+    def shard_frozen(self, model: nn.Module, device_type: str) -> None:
+        self.frozen.append(model)
+
+    def after_scaled_step(self, optimizer: Any) -> None: ...
+
+    def set_scaler(self, accelerator: Any, optimizers: list[Any]) -> None:
+        pass
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         self.losses.append(float(loss.detach()))
@@ -243,15 +270,45 @@ def test_without_a_backend_accelerate_does_what_it_always_did(accelerator: Accel
     assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
 
 
-def test_several_models_in_one_call_are_refused(accelerator: Accelerator) -> None:
+def test_several_models_are_sharded_each_with_its_own_optimizer(accelerator: Accelerator) -> None:
     from hf_fsdp.errors import IntegrationError
 
     accelerate_seam.install_seams()
     accelerator.state.fsdp_plugin = SimpleNamespace()
-    accelerate_seam.attach_backend(_Recorder())
-    with pytest.raises(IntegrationError, match="accelerator.prepare was given 2 models; this release shards one"):
-        accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
-    accelerator.prepare(nn.Linear(1, 1))
+    backend = _Recorder()
+    accelerate_seam.attach_backend(backend)
+    first, second = nn.Linear(1, 1), nn.Linear(2, 1)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(IntegrationError, match="one SGD holds parameters of 2 models") as refused:
+        accelerator.prepare(first, second, both)
+    assert backend.sharded == [] and "one optimizer for each model" in str(refused.value)
+    with pytest.raises(IntegrationError, match="SGD holds no parameter of the 2 models given with it"):
+        accelerator.prepare(first, second, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (second, first)]
+    accelerator.prepare(first, second, *optimizers)
+    assert backend.sharded == [(first, [optimizers[1]]), (second, [optimizers[0]])]
+    assert accelerator._models == [second, first], "save_state writes optimizer i with model i"
+
+
+def test_a_model_that_is_only_run_is_sharded_frozen_and_not_listed(accelerator: Accelerator) -> None:
+    accelerate_seam.install_seams()
+    accelerator.state.fsdp_plugin = SimpleNamespace()
+    backend = _Recorder()
+    accelerate_seam.attach_backend(backend)
+    model = nn.Linear(1, 1)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert backend.frozen == [model] and accelerator._models == []
+    accelerator.prepare_model(model)
+    assert backend.sharded == [(model, [])] and accelerator._models == [model]
+
+
+def test_clipping_by_the_accelerator_has_the_parts_that_are_called(accelerator: Accelerator) -> None:
+    parameters = inspect.signature(Accelerator._clip_grad_norm_dtensor_aware).parameters
+    assert {"parameters", "max_norm", "norm_type"} <= set(parameters), "integrations.accelerate._clip_grad_norm"
+    assert isinstance(accelerator._optimizers, list), "integrations.accelerate._order_models reads them"
+    source = inspect.getsource(Accelerator.save_state)
+    assert "opt, self._models[i]" in source, "integrations.accelerate._order_models: no longer optimizer i, model i"
 
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
@@ -370,3 +427,120 @@ def test_trls_configs_are_known_by_their_module_and_turn_bf16_on(tmp_path: Any) 
     )
     fields = SFTConfig.__dataclass_fields__
     assert fields["bf16"].default is not False, "TRL's bf16 default is off now: read_training_arguments says it is on"
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_the_evaluation_loop_calls_what_is_shadowed_and_returns_metrics_that_can_be_replaced() -> None:
+    loop = inspect.getsource(Trainer.evaluation_loop)
+    assert "self.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)" in loop, (
+        "integrations.evaluation stands in for prediction_step on the instance"
+    )
+    assert 'metrics[f"{metric_key_prefix}_loss"]' in loop, "integrations.evaluation replaces this metric"
+    assert "enumerate(dataloader)" in loop, "integrations.eval_batches iterates in the dataloader's place"
+    assert "_get_num_items_in_batch(" in inspect.getsource(Trainer.prediction_step), (
+        "integrations.evaluation answers None for it, so that each loss is the mean of its own batch"
+    )
+    assert "metrics" in EvalLoopOutput._fields
+    for method in (Trainer.evaluate, Trainer.predict):
+        assert "self.evaluation_loop(" in inspect.getsource(method)
+    assert "_loss_shifts_labels" in inspect.getsource(Trainer.__init__), "it says which labels are counted"
+
+
+def test_trls_sft_trainer_is_where_the_evaluation_knows_its_loss_from() -> None:
+    for name in ("compute_loss", "prediction_step"):
+        method = getattr(SFTTrainer, name)
+        assert (method.__module__, method.__qualname__) == ("trl.trainer.sft_trainer", f"SFTTrainer.{name}")
+    source = inspect.getsource(SFTTrainer.compute_loss)
+    assert "outputs.label_mask.sum() if num_items_in_batch is None" in source, "a mean over the batch's own labels"
+
+
+def test_batches_are_evened_out_by_an_attribute_and_streams_by_a_method_that_is_ours_for_the_time() -> None:
+    sampler = BatchSamplerShard(BatchSampler(SequentialSampler(range(5)), 2, drop_last=False), 2, 1)
+    assert sampler.even_batches and len(list(sampler)) == 2, "integrations.eval_batches.unrepeated_samples"
+    sampler.even_batches = False
+    assert len(list(sampler)) == len(sampler) == 1
+    shard = IterableDatasetShard(range(5), 2, False, 2, 1)  # type: ignore[arg-type]
+    for name in ("dataset", "batch_size", "num_processes", "process_index", "split_batches"):
+        assert hasattr(shard, name), f"integrations.eval_batches._UnfilledShard reads {name}"
+    source = inspect.getsource(DataLoaderDispatcher.__iter__)
+    assert "self.remainder = observed_batch_size" in source and "self.end_of_dataloader = True" in source, (
+        "integrations.eval_batches: which rows of a dispatched last batch are real"
+    )
+    source = inspect.getsource(DataLoaderStateMixin.begin)
+    assert "self.remainder = length % self.total_batch_size" in source, "and of an evened-out one"
+
+
+def test_the_events_hand_over_what_the_samples_are_made_from() -> None:
+    source = inspect.getsource(transformers.trainer_callback.CallbackHandler.call_event)
+    for name in ("processing_class", "eval_dataloader"):
+        assert f"{name}=self.{name}" in source, f"integrations.samples reads {name} from its events"
+    assert "synced_gpus" in inspect.signature(transformers.GenerationMixin.generate).parameters
+
+
+# -- torch: activations -----------------------------------------------------------------------------------------------
+
+
+def test_a_recompute_can_be_told_from_a_forward() -> None:
+    seen: list[bool] = []
+
+    class Layer(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_private.is_recomputing(self))
+            return super().forward(input).square()
+
+    layer = Layer(2, 2)
+    torch_private.checkpoint_block(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert seen == [False, True], "policies.offload must leave the recompute alone: `state.enable_hook` moved"
+
+
+def test_the_dispatcher_tells_its_operators_and_which_are_composite() -> None:
+    names = torch_private.operator_names()
+    assert {"aten::mm", "aten::linear", "aten::_scaled_dot_product_flash_attention"} <= set(names)
+    assert torch_private.is_composite(torch.ops.aten.linear.default)
+    assert not torch_private.is_composite(torch.ops.aten.mm.default)
+
+
+def test_a_storage_has_one_name_until_it_is_written_to() -> None:
+    tensor = torch.ones(4)
+    kept, name = torch_private.storage_key(tensor)
+    assert torch_private.storage_key(tensor[1:])[1] == name, "policies.offload would copy views apart"
+    tensor.add_(1)
+    assert torch_private.storage_key(tensor)[1] != name, "policies.offload would hand back old values"
+    del tensor
+    assert kept.expired(), "policies.offload would keep what it moved"
+
+
+def test_dynamo_can_be_told_to_raise_at_its_limit() -> None:
+    config = torch._dynamo.config
+    before = (config.recompile_limit, config.fail_on_recompile_limit_hit)
+    with torch_private.recompile_limit(3):
+        assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == (3, True)
+    assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before == (before[0], False)
+
+
+def test_torch_makes_optimizer_state_by_a_function_that_can_be_replaced() -> None:
+    import torch.distributed.checkpoint.state_dict as optimizer_states
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from hf_fsdp.integrations.loss_scaling import install_state_seam
+
+    install_state_seam()
+    made = optimizer_states._init_optim_state
+    install_state_seam()
+    assert optimizer_states._init_optim_state is made, "the seam must be put in place once"
+    assert "_init_optim_state(optim)" in inspect.getsource(optimizer_states), (
+        "torch makes the state some other way: a resumed fp16 run would step through the scaler"
+    )
+    assert list(inspect.signature(AcceleratedOptimizer.step).parameters) == ["self", "closure"]
+
+
+def test_accelerate_prepares_the_scaler_by_a_method_that_ours_answers_twice() -> None:
+    from hf_fsdp.integrations.loss_scaling import LossScaler
+
+    scaler = LossScaler("cpu", init_scale=4.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))  # torch's own raises here
+    assert scaler.get_scale() == 4.0

@@ -1,71 +1,25 @@
-"""The `hf-fsdp` command: parses, calls, prints.
-
-Nothing heavy is imported here, so that `hf-fsdp --help` answers at once; each command imports what it needs.
-"""
+"""`hf-fsdp config`: the launch file of a model, with the reason on each line."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_fsdp import __version__
+from hf_fsdp.cli.output import check_output, errors_without_traceback, write_text
 from hf_fsdp.config.presets import MODEL_PRESETS
-from hf_fsdp.errors import ConfigError, HfFsdpError, Problem, nearest_names
+from hf_fsdp.errors import ConfigError, Problem, nearest_names
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hf_fsdp.config.generate import LaunchPlan
     from hf_fsdp.config.presets import Gpu, ModelFacts
     from hf_fsdp.config.schema import FSDPConfig
 
 METHODS = ("full", "lora", "qlora")
 
-app = typer.Typer(
-    name="hf-fsdp",
-    help="Fully sharded training you can trust inside the Hugging Face Trainer.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
 
-
-def main() -> None:
-    """Run the command line; the entry point of the `hf-fsdp` script."""
-    app(prog_name="hf-fsdp")
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        typer.echo(f"hf-fsdp {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    """Fully sharded training you can trust inside the Hugging Face Trainer."""
-
-
-@contextmanager
-def _errors_without_traceback() -> Iterator[None]:
-    """Print an error of ours in its own shape and leave with code 2."""
-    try:
-        yield
-    except HfFsdpError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-@app.command("config")
 def config_command(
     model: Annotated[
         str,
@@ -79,18 +33,23 @@ def config_command(
         str | None, typer.Option("--gpus", metavar="N", help="GPUs of one machine: 8, or 8xA100-80G. Required.")
     ] = None,
     machines: Annotated[int, typer.Option("--machines", metavar="N", help="Machines, each with --gpus GPUs.")] = 1,
-    method: Annotated[str, typer.Option("--method", metavar="NAME", help="full or lora.")] = "full",
+    method: Annotated[str, typer.Option("--method", metavar="NAME", help="full, lora or qlora.")] = "full",
     precision: Annotated[
-        str, typer.Option("--precision", metavar="NAME", help="auto, fp32, bf16-mixed or bf16-true.")
+        str, typer.Option("--precision", metavar="NAME", help="auto, fp32, bf16-mixed, bf16-true or fp16-mixed.")
     ] = "auto",
-    offload: Annotated[str, typer.Option("--offload", metavar="WHAT", help="none.")] = "none",
+    offload: Annotated[
+        str,
+        typer.Option(
+            "--offload", metavar="WHAT", help="none, parameters, activations, or both by a comma."
+        ),
+    ] = "none",
     activation_checkpointing: Annotated[
         str,
         typer.Option(
             "--activation-checkpointing",
             "--activation_checkpointing",
             metavar="MODE",
-            help="auto, none, full, or '{every: 2}'.",
+            help="auto, none, full, selective, '{every: 2}', '{fraction: 0.5}'.",
         ),
     ] = "auto",
     output: Annotated[
@@ -104,7 +63,7 @@ def config_command(
         "--offload": offload,
         "--activation-checkpointing": activation_checkpointing,
     }
-    with _errors_without_traceback():
+    with errors_without_traceback():
         _config(model, gpus, machines, method, flags, output, force)
 
 
@@ -119,16 +78,17 @@ def _config(
     config = _read_flags(flags, problems)
     if plan is not None:
         config = _fit_precision(config, plan.gpu, flags["--precision"], problems)
-    path = _check_output(output, force, problems)
+    path = check_output(output, force, problems)
     if problems or plan is None or facts is None:
         raise ConfigError(problems)
     text = write_launch_file(config, plan)
     if path is None:
         typer.echo(text, nl=False)
     else:
-        _write(path, text)
+        write_text(path, text)
         typer.echo(f"wrote {path}")
-    for line in _closing_lines(config, plan, facts, str(path) if path else None):
+    loading = _four_bit_loading(config) if method.strip().lower() == "qlora" else ()
+    for line in _closing_lines(config, plan, facts, str(path) if path else None, loading):
         typer.echo(line, err=path is None)
 
 
@@ -146,6 +106,8 @@ def _read_plan(
     model: str, gpus: str | None, machines: int, method: str, command: str, problems: list[Problem]
 ) -> tuple[ModelFacts | None, LaunchPlan | None]:
     """Return the model and the machines; what is wrong goes to `problems`."""
+    from dataclasses import replace
+
     from hf_fsdp.config.generate import LaunchPlan
     from hf_fsdp.config.presets import find_model, parse_gpus
 
@@ -165,12 +127,13 @@ def _read_plan(
     method = _read_method(method, problems)
     if facts is None or request is None or machines < 1:
         return facts, None
-    words = {"full": "full fine-tuning", "lora": "LoRA fine-tuning"}.get(method, method)
+    words = {"full": "full fine-tuning", "lora": "LoRA fine-tuning", "qlora": "QLoRA fine-tuning"}.get(method, method)
     plan = LaunchPlan(
         num_processes=request.count * machines,
         num_machines=machines,
         gpu=request.gpu,
-        model=facts,
+        # The size in the file's comments is that of 16 or 32 bits a weight, which a 4-bit base is not.
+        model=replace(facts, num_parameters=None) if method == "qlora" else facts,
         purpose=f"{words} of {facts.name}",
         command=command,
     )
@@ -179,20 +142,13 @@ def _read_plan(
 
 def _read_method(text: str, problems: list[Problem]) -> str:
     method = text.strip().lower()
-    if method == "qlora":
-        problems.append(
-            Problem(
-                message="--method qlora arrives in a later release and is refused rather than ignored",
-                fix="--method lora",
-            )
-        )
-    elif method not in METHODS:
-        near = nearest_names(method, METHODS[:2])
+    if method not in METHODS:
+        near = nearest_names(method, METHODS)
         problems.append(
             Problem(
                 message=f"--method {text} is not a way to fine-tune",
                 fix=f"--method {near[0] if near else 'full'}",
-                near=", ".join(near or METHODS[:2]),
+                near=", ".join(near or METHODS),
             )
         )
     return method
@@ -245,51 +201,34 @@ def _fit_precision(config: FSDPConfig, gpu: Gpu | None, text: str, problems: lis
     from dataclasses import replace
 
     preset = config.precision.preset
-    if gpu is None or gpu.has_bf16 or preset == "fp32":
+    if gpu is None or gpu.has_bf16 or preset in ("fp32", "fp16-mixed"):
         return config
     if preset == "auto":
-        return replace(config, precision=replace(config.precision, preset="fp32"))
+        return replace(config, precision=replace(config.precision, preset="fp16-mixed"))
     problems.append(
         Problem(
             message=f"--precision {text}: {gpu.name} does not compute in bf16",
-            fix="--precision fp32   # fp16 with loss scaling arrives in a later release",
+            fix="--precision fp16-mixed   # or fp32",
         )
     )
     return config
 
 
-def _check_output(output: str | None, force: bool, problems: list[Problem]) -> Path | None:
-    if output is None:
-        return None
-    from pathlib import Path
-
-    path = Path(output)
-    if path.is_dir():
-        problems.append(
-            Problem(message=f"-o {output} is a folder", fix=f"-o {path / 'fsdp.yaml'}", source="the command line")
-        )
-    elif path.exists() and not force:
-        problems.append(
-            Problem(
-                message=f"-o {output} exists and is not overwritten",
-                fix="--force replaces it; or -o with another name",
-                source="the command line",
-            )
-        )
-    return path
+def _four_bit_loading(config: FSDPConfig) -> tuple[str, ...]:
+    """Return the lines that load a 4-bit base so that it can be sharded: stored in the dtype that is computed in."""
+    dtype = {"fp32": "torch.float32", "fp16-mixed": "torch.float16"}.get(config.precision.preset, "torch.bfloat16")
+    load = f"AutoModelForCausalLM.from_pretrained(..., dtype={dtype}, quantization_config=BitsAndBytesConfig("
+    return (
+        f"model = {load}",
+        "    load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True,",
+        f"    bnb_4bit_compute_dtype={dtype}, bnb_4bit_quant_storage={dtype}))",
+        "model = get_peft_model(model, LoraConfig(target_modules='all-linear', task_type='CAUSAL_LM'))",
+    )
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"-o {path} cannot be written: {error.strerror}", fix="-o with a file that this user may write"
-        ) from None
-
-
-def _closing_lines(config: FSDPConfig, plan: LaunchPlan, facts: ModelFacts, path: str | None) -> Iterator[str]:
+def _closing_lines(
+    config: FSDPConfig, plan: LaunchPlan, facts: ModelFacts, path: str | None, loading: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield what a person does next, as commands that can be copied."""
     from hf_fsdp.config.generate import settings_outside_launch_file
 
@@ -302,6 +241,7 @@ def _closing_lines(config: FSDPConfig, plan: LaunchPlan, facts: ModelFacts, path
     names = "FSDPCallback, FSDPConfig" if arguments else "FSDPCallback"
     yield "next  in your script:"
     yield f"        from hf_fsdp import {names}"
+    yield from (f"        {line}" for line in loading)
     yield f"        trainer = Trainer(..., callbacks=[{callback}])"
     file = shlex.quote(path or "FILE")
     if plan.num_machines == 1:
