@@ -39,9 +39,7 @@ def config_command(
     ] = "auto",
     offload: Annotated[
         str,
-        typer.Option(
-            "--offload", metavar="WHAT", help="none, parameters, activations, or both by a comma."
-        ),
+        typer.Option("--offload", metavar="WHAT", help="none, parameters, activations, or both by a comma."),
     ] = "none",
     activation_checkpointing: Annotated[
         str,

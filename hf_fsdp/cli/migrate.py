@@ -70,9 +70,9 @@ def _migrate(old: str, output: str | None, launch: str | None, replicas: int | N
         typer.echo(line, err=path is None)
 
 
-def _command_line(old: str, output: str | None, launch: str | None, replicas: int | None, force: bool = False) -> str:
+def _command_line(old: str, output: str | None, launch: str | None, replicas: int | None) -> str:
     options = {"--replicas": replicas, "-o": output, "--launch": launch}
-    words = ["hf-fsdp", "migrate", old, *(["--force"] if force else [])]
+    words = ["hf-fsdp", "migrate", old]
     for flag, value in options.items():
         if value is not None:
             words += [flag, str(value)]
@@ -126,9 +126,9 @@ def _closing_lines(
 
 
 def _launch_command(old: str, output: str | None, replicas: int | None) -> str:
-    """Return this command again with --launch, and a name for it that is not taken."""
+    """Return a command that writes the launch file alone: NEW is not written again, as it may have been edited."""
     from pathlib import Path
 
     taken = {Path(name) for name in (old, output) if name is not None}
     launch = next((name for name in LAUNCH_NAMES if Path(name) not in taken and not Path(name).exists()), "FILE")
-    return _command_line(old, output, launch, replicas, force=output is not None)
+    return _command_line(old, None, launch, replicas)

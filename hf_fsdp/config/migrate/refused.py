@@ -25,6 +25,7 @@ REFUSED_WORDS = {
     "4bit": _FEW_BITS,
     "paged": _FEW_BITS,
     "bnb": _FEW_BITS,
+    "32bit": _FEW_BITS,
     "lion": _FEW_BITS,
     "ademamix": _FEW_BITS,
 }
