@@ -96,9 +96,12 @@ def test_the_state_of_a_unit_is_where_the_audit_looks(fake_mesh: Any) -> None:
 
 
 def test_a_sharded_module_keeps_parameters_class_prefix_and_methods(fake_mesh: Any) -> None:
-    layer = nn.Linear(5, 5)
+    class Layer(nn.Linear):
+        """A class of its own: torch keeps one sharded class for each, and `apply_fsdp` gives it the old name back."""
+
+    layer = Layer(5, 5)
     fully_shard(layer, mesh=fake_mesh)
-    assert type(layer).__name__ == "FSDPLinear", "policies.blocks.class_name strips the prefix FSDP"
+    assert type(layer).__name__ == "FSDPLayer", "policies.blocks.class_name strips the prefix FSDP"
     assert isinstance(layer, FSDPModule) and isinstance(layer.weight, DTensor), "audit: units and parameters by type"
     assert local_shard(layer.weight).shape == (3, 5), (
         "torch_private.local_shard: DTensor._local_tensor is not the shard"
