@@ -18,6 +18,7 @@ import platform
 import random
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import date
@@ -91,7 +92,13 @@ def run_rows(rows: list[int], world_size: int) -> Iterator[tuple[int, str | None
                 compare(twin, ranks)
                 yield int(name), None, _errors(twin, ranks)
             except AssertionError as error:
-                yield int(name), str(error).strip().splitlines()[-1], {}
+                yield int(name), _what_failed(error), {}
+
+
+def _what_failed(error: AssertionError) -> str:
+    """The last line of the message, or the assertion itself where it has none (pytest would write it out)."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else traceback.extract_tb(error.__traceback__)[-1].line or "an assertion failed"
 
 
 def _errors(twin: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
