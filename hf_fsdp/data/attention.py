@@ -9,8 +9,6 @@ import torch
 
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
 
-_PLAIN = ("sdpa", "eager")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from hf_fsdp.errors import IntegrationError
 from hf_fsdp.integrations.loss_scaling import install_state_seam, unscale_gradients
+from hf_fsdp.integrations.optimizers import raw_optimizer
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.gather import gather_state_dict
 
@@ -157,7 +158,7 @@ def _prepare(original: Callable[..., Any], accelerator: Accelerator, *args: Any,
         )
     # The policy of each unit says what is computed in which dtype; autocast on top would decide a second time.
     accelerator.native_amp = False
-    optimizers = [_raw_optimizer(item) for item in args if isinstance(item, Optimizer)]
+    optimizers = [raw_optimizer(item) for item in args if isinstance(item, Optimizer)]
     backend.set_scaler(accelerator, optimizers)
     for model, own in _optimizers_of(models, optimizers):
         backend.shard(model, own, accelerator.device.type)
@@ -205,7 +206,7 @@ def _order_models(accelerator: Accelerator) -> None:
         return
     order: dict[int, int] = {}
     for index, optimizer in enumerate(accelerator._optimizers):
-        for group in _raw_optimizer(optimizer).param_groups:
+        for group in raw_optimizer(optimizer).param_groups:
             order.update((id(parameter), index) for parameter in group["params"])
     last = len(accelerator._optimizers)
     accelerator._models.sort(key=lambda model: min((order.get(id(p), last) for p in model.parameters()), default=last))
@@ -271,8 +272,3 @@ def _get_state_dict(
     if active_backend(accelerator.state) is None or applied is None:
         return original(model, unwrap)
     return gather_state_dict(model, applied)
-
-
-def _raw_optimizer(optimizer: Optimizer) -> Optimizer:
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_fsdp.config.schema import FSDPConfig
-from hf_fsdp.data.attention import compute_dtype
 from hf_fsdp.data.packing import prove_packing
 from hf_fsdp.errors import IntegrationError
 from hf_fsdp.integrations.loss_scaling import FP16_PRESET, LossScale, set_scaler
@@ -59,7 +58,7 @@ class TrainingBackend:
         self.audit = audit_sharding(model, optimizers[0] if optimizers else None)
         self._announce(model, applied)
         if self.packs:
-            share = prove_packing(model, compute_dtype(self._config.precision.preset, bf16=True))
+            share = prove_packing(model)
             self.say(f"packing: a packed sample gets the logits it gets alone (off by {share:.1g} of a leak)")
 
     def shard_frozen(self, model: nn.Module, device_type: str) -> None:

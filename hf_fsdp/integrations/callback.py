@@ -27,6 +27,7 @@ from hf_fsdp.integrations.evaluation import install_evaluation_seams
 from hf_fsdp.integrations.fork import check_fork
 from hf_fsdp.integrations.launch import launch_environment
 from hf_fsdp.integrations.loss_scaling import FP16_PRESET
+from hf_fsdp.integrations.optimizers import raw_optimizer
 from hf_fsdp.policies.packed_weights import ready_for_training
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.audit import Audit
@@ -141,7 +142,7 @@ class FSDPCallback(TrainerCallback):
             self._prove_unsharded_packing(args, model)
             return
         assert model is not None
-        backend.begin_training(model, _inner_optimizer(optimizer))
+        backend.begin_training(model, raw_optimizer(optimizer))
 
     def on_prediction_step(
         self,
@@ -195,7 +196,7 @@ class FSDPCallback(TrainerCallback):
     ) -> None:
         """Look at what the first step did."""
         if self._attached is not None and model is not None:
-            self._attached.after_step(model, _inner_optimizer(optimizer))
+            self._attached.after_step(model, raw_optimizer(optimizer))
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -259,8 +260,3 @@ class FSDPCallback(TrainerCallback):
                 "use one Trainer at a time",
             )
         return self._attached
-
-
-def _inner_optimizer(optimizer: Any) -> Optimizer | None:
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer

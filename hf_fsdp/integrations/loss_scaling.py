@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint.state_dict as optimizer_states
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import NumericsError
+from hf_fsdp.integrations.optimizers import raw_optimizer
 
 FP16_PRESET = "fp16-mixed"
 _SEAM = "_hf_fsdp_state_seam"
@@ -49,7 +49,7 @@ def install_state_seam() -> None:
 
     @functools.wraps(original)
     def init_state(optim: Optimizer) -> None:
-        original(optim.optimizer if isinstance(optim, AcceleratedOptimizer) else optim)
+        original(raw_optimizer(optim))
 
     setattr(init_state, _SEAM, True)
     optimizer_states._init_optim_state = init_state
@@ -82,9 +82,7 @@ def unscale_gradients(original: Callable[..., Any], accelerator: Accelerator, op
         return original(optimizer)
     chosen = accelerator._optimizers if optimizer is None else optimizer
     for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
-        while hasattr(item, "optimizer"):
-            item = item.optimizer
-        accelerator.scaler.unscale_(item)
+        accelerator.scaler.unscale_(raw_optimizer(item))
 
 
 class LossScale:

@@ -1,13 +1,16 @@
-"""Trainer's optimizers by name: which cannot work on shards, and why."""
+"""Trainer's optimizers: which cannot work on shards by name, and why; torch's own inside Accelerate's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from hf_fsdp.errors import Problem
 
 # Elementwise, in torch itself: a shard's step is the whole tensor's step on these rows. Run in this project's tests.
-PROVEN_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop")
+PROVEN_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
 
 _WHOLE_MATRICES = "works on whole matrices (factors, projections, norms), of which no rank has more than some rows"
 _RAW_MEMORY = "is bitsandbytes', whose kernels take the memory of a sharded parameter for the whole one"
@@ -39,8 +42,8 @@ def check_optimizer(args: TrainingArguments) -> list[Problem]:
     return [
         Problem(
             message=f"optim={name!r} does not work on sharded parameters in this release: it {reason}",
-            fix="optim='adamw_torch_fused' (or adamw_torch, sgd, rmsprop); its state is sharded, and under LoRA or "
-            "QLoRA there is state for the adapters only",
+            fix=f"optim={PROVEN_OPTIMIZERS[0]!r} (or {', '.join(PROVEN_OPTIMIZERS[1:])}); its state is sharded, and "
+            "under LoRA or QLoRA there is state for the adapters only",
             source=f"{type(args).__name__}(...)",
         )
     ]
@@ -52,3 +55,10 @@ def why_refused(name: str) -> str | None:
         if name.startswith(start):
             return reason
     return _RAW_MEMORY if "8bit" in name else None
+
+
+def raw_optimizer(optimizer: Any) -> Any:
+    """Return torch's optimizer inside Accelerate's wrappers; anything else (None, a dummy) as it is."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer

@@ -165,7 +165,7 @@ def _keep_class_names(model: nn.Module) -> None:
 
     Trainer and others decide by them: label smoothing shifts the labels of `LlamaForCausalLM` and not of
     `FSDPLlamaForCausalLM`, and a class from outside transformers counts as custom code, whose weights are saved under
-    names that `from_pretrained` does not find again (DeepSeek V4, LLaVA).
+    names that `from_pretrained` does not find again (DeepSeek V4).
     """
     for cls in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
         original = cls.__bases__[-1]

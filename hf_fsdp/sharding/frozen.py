@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from hf_fsdp.config.schema import ActivationCheckpointingConfig, FSDPConfig, WrapConfig
+from hf_fsdp.config.schema import ActivationCheckpointingConfig, CompileConfig, FSDPConfig, WrapConfig
 from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp, get_applied_sharding
 
 
@@ -19,7 +19,7 @@ def shard_frozen_model(model: nn.Module, config: FSDPConfig, device_type: str | 
     Args:
         model: changed in place: `requires_grad` off, eval mode. A model that is sharded already is left as it is:
             a trained one may serve as its own teacher.
-        config: the trained model's; activation checkpointing does not apply, there is nothing to recompute.
+        config: the trained model's; what only a backward needs does not apply (`frozen_config`).
         device_type: as for `apply_fsdp`.
 
     Raises:
@@ -29,10 +29,18 @@ def shard_frozen_model(model: nn.Module, config: FSDPConfig, device_type: str | 
         return applied
     model.requires_grad_(False)
     model.eval()
-    own = dataclasses.replace(
-        config, activation_checkpointing=ActivationCheckpointingConfig(mode="none"), wrap=_wrap_for(model, config.wrap)
+    return apply_fsdp(model, frozen_config(model, config), device_type=device_type)
+
+
+def frozen_config(model: nn.Module, config: FSDPConfig) -> FSDPConfig:
+    """Return the trained model's config without what only a backward needs: recomputation, offload of activations."""
+    return dataclasses.replace(
+        config,
+        activation_checkpointing=ActivationCheckpointingConfig(mode="none"),
+        compile=CompileConfig(),
+        offload=dataclasses.replace(config.offload, activations="none"),
+        wrap=_wrap_for(model, config.wrap),
     )
-    return apply_fsdp(model, own, device_type=device_type)
 
 
 def _wrap_for(model: nn.Module, wrap: WrapConfig) -> WrapConfig:

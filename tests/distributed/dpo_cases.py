@@ -127,8 +127,10 @@ def dpo_in_bf16(rank: int, world_size: int) -> dict[str, Any]:
 def reward_then_dpo(rank: int, world_size: int) -> dict[str, Any]:
     """Two kinds of Trainer in one process under different configs: the second gives what it gives alone."""
     reward = reward_full(rank, world_size)
-    checkpointed = FSDPConfig(precision="fp32", activation_checkpointing="full")
-    return {"first": reward["losses"], **_dpo(world_size, peft=False, reference="given", config=checkpointed)}
+    # Of the policy's config, the reference must leave out what only a backward needs.
+    offload = {"parameters": True, "activations": "block_inputs"}
+    config = FSDPConfig(precision="fp32", activation_checkpointing="full", offload=offload)
+    return {"first": reward["losses"], **_dpo(world_size, peft=False, reference="given", config=config)}
 
 
 CASES: dict[str, Callable[[int, int], Any]] = {
