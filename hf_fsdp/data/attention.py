@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from hf_fsdp.config.schema import PrecisionConfig
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
+from hf_fsdp.policies.precision import resolve_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,7 @@ def compute_dtype(preset: str, *, bf16: bool, fp16: bool = False) -> torch.dtype
     """Return the dtype that a run computes in, from ``precision.preset`` and, under `auto`, Trainer's switches."""
     if preset == "auto":
         return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-    return (
-        torch.bfloat16 if preset.startswith("bf16") else torch.float16 if preset.startswith("fp16") else torch.float32
-    )
+    return resolve_precision(PrecisionConfig(preset=preset)).compute
 
 
 def _check_typed(name: str, config: Any, compute: torch.dtype, packed: bool) -> tuple[str, str] | None:

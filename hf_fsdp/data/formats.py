@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 # ShareGPT's names; TRL's own conversion renames the keys of a turn and leaves who speaks as it is.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
-          "function_response": "tool"}  # fmt: skip
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 _LIKELY = {
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("instruction", "question", "input", "query", "source"),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_fsdp.errors import DataError, Problem
+from hf_fsdp.policies.blocks import base_model, class_name
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.mesh import agree_all
 
@@ -74,7 +75,7 @@ def prove_packing(model: nn.Module, compute: torch.dtype | None = None, *, autoc
     Raises:
         DataError: it sees its neighbour, or the model does not take packed rows, with what to set instead.
     """
-    name, attention = _class_name(model), _attention_of(model)
+    name, attention = class_name(model), _attention_of(model)
     proven: dict[str, float] = vars(model).setdefault(_PROVEN, {})
     if attention in proven:
         return proven[attention]
@@ -114,8 +115,8 @@ def _probe(model: Any, autocast: torch.dtype | None) -> tuple[torch.Tensor, torc
     device = next(model.parameters()).device
     vocabulary = _text_config(model).vocab_size
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(10, vocabulary - 1), min(vocabulary, 1000), (_NUM_BEFORE + _NUM_TOKENS,),
-                        generator=generator).tolist()  # fmt: skip
+    lowest, highest = min(10, vocabulary - 1), min(vocabulary, 1000)
+    ids = torch.randint(lowest, highest, (_NUM_BEFORE + _NUM_TOKENS,), generator=generator).tolist()
     before, sample = ids[:_NUM_BEFORE], ids[_NUM_BEFORE:]
     was_training = model.training
     model.eval()  # no dropout: the random stream stays where it is
@@ -147,7 +148,7 @@ def _packed_batch(samples: list[list[int]], device: torch.device) -> dict[str, A
 
 
 def _missing_inputs(model: nn.Module) -> str | None:
-    base = _base_model(model)
+    base = base_model(model)
     parameters = inspect.signature(base.forward).parameters
     takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
     missing = [name for name in ("position_ids", "use_cache") if name not in parameters and not takes_more]
@@ -161,13 +162,3 @@ def _text_config(model: nn.Module) -> Any:
 
 def _attention_of(model: nn.Module) -> str:
     return str(getattr(_text_config(model), "_attn_implementation", None) or "eager")
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(_base_model(model)).__name__.removeprefix("FSDP")
-
-
-def _base_model(model: Any) -> nn.Module:
-    """The model inside PEFT's wrapper, whose forward takes anything."""
-    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base

@@ -29,6 +29,7 @@ from hf_fsdp.monitor.eval_loss import (
     take_rows,
 )
 from hf_fsdp.monitor.random_state import preserved_random_state
+from hf_fsdp.policies.blocks import base_model
 
 MARK = "hf_fsdp_evaluates"
 """An attribute of the callback whose presence lets these seams act on a Trainer."""
@@ -202,9 +203,7 @@ def _is_language_model_loss(trainer: Trainer) -> bool:
     """Whether exp(loss) is a perplexity: a plain cross-entropy over a vocabulary."""
     if trainer.label_smoother is not None or getattr(trainer.args, "loss_type", "nll") != "nll":
         return False
-    model: Any = trainer.model
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return _is_shifted(trainer) or getattr(inner, "loss_type", None) in _LANGUAGE_LOSSES
+    return _is_shifted(trainer) or getattr(base_model(trainer.model), "loss_type", None) in _LANGUAGE_LOSSES
 
 
 def _say(trainer: Trainer, line: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp.monitor.samples import Prompt, cut_at
+from hf_fsdp.policies.blocks import base_model
 from hf_fsdp.sharding.mesh import agree_all
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -87,11 +88,9 @@ def _generate(
 
 def config_of(model: Any) -> Any:
     """Return the config of a model or of the model inside an adapter; None without one."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(inner, "config", None)
+    return getattr(base_model(model), "config", None)
 
 
 def can_generate(model: Any) -> bool:
     """Return whether the model has a head that generates."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return bool(getattr(inner, "can_generate", lambda: False)())
+    return bool(getattr(base_model(model), "can_generate", lambda: False)())

@@ -233,11 +233,15 @@ def _repeated_classes(model: nn.Module) -> list[tuple[str, int]]:
     return [(name, count) for name, count in counts.most_common(6) if count > 1]
 
 
+def base_model(module: nn.Module) -> nn.Module:
+    """Return the model inside PEFT's wrapper, whose forward takes anything; another model as it is."""
+    get_base_model: Any = getattr(module, "get_base_model", None)
+    return module if get_base_model is None else get_base_model()
+
+
 def class_name(module: nn.Module) -> str:
     """Return the class a person wrote: of the model inside PEFT."""
-    get_base_model: Any = getattr(module, "get_base_model", None)
-    inner = module if get_base_model is None else get_base_model()
-    return type(inner).__name__
+    return type(base_model(module)).__name__
 
 
 def model_size(model: nn.Module) -> str:

@@ -17,7 +17,6 @@ from hf_fsdp.policies.blocks import (
     Draft,
     blocks_by_class,
     blocks_from_callable,
-    class_name,
     find_blocks,
     has_forward,
     holder_of,
@@ -26,30 +25,16 @@ from hf_fsdp.policies.blocks import (
     num_parameters,
 )
 from hf_fsdp.policies.by_size import blocks_by_size
-from hf_fsdp.policies.coverage import BESIDE_LARGEST_SHARE, check_coverage
+from hf_fsdp.policies.coverage import check_coverage
 from hf_fsdp.policies.precision import PrecisionTable, find_norms
 from hf_fsdp.policies.raw_reads import RawRead, Sources, is_read_from_outside, read_sources
 from hf_fsdp.policies.wrap_plan import (
     Unit,
     UnitKind,
     WrapPlan,
-    canonical_names,
     num_outer,
     shared_owners,
-    unit_parameters,
 )
-
-__all__ = [
-    "BESIDE_LARGEST_SHARE",
-    "Unit",
-    "UnitKind",
-    "WrapPlan",
-    "build_wrap_plan",
-    "canonical_names",
-    "class_name",
-    "shared_owners",
-    "unit_parameters",
-]
 
 # From this share on, a table that is not the token embedding (Gemma's per-layer ones) is worth a unit.
 LARGE_TABLE_SHARE = 0.1

@@ -25,8 +25,8 @@ from hf_fsdp.policies.activation import (
 from hf_fsdp.policies.host import build_offload_policy
 from hf_fsdp.policies.packed_weights import keep_layout, move_quantization_state, quantization_tensors
 from hf_fsdp.policies.precision import PrecisionTable, find_norms, resolve_precision
-from hf_fsdp.policies.wrap import Unit, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
-from hf_fsdp.policies.wrap_plan import is_chosen_by_data
+from hf_fsdp.policies.wrap import build_wrap_plan
+from hf_fsdp.policies.wrap_plan import Unit, WrapPlan, is_chosen_by_data, shared_owners, unit_parameters
 from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same_structure, prove_agreement
 from hf_fsdp.sharding.fitness import refuse_unfit_model, refuse_unfit_plan
 from hf_fsdp.sharding.gather import make_save_collective

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_fsdp.errors import Problem, ShardingError
+from hf_fsdp.policies.blocks import class_name
 from hf_fsdp.policies.host import build_offload_policy
 from hf_fsdp.policies.packed_weights import describe_quantization
-from hf_fsdp.policies.wrap import Unit, class_name
+from hf_fsdp.policies.wrap_plan import Unit
 from hf_fsdp.sharding.agree import checksum
 from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding, reshard_all
 from hf_fsdp.sharding.mesh import agree_all, shard_axis_size

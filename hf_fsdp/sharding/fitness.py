@@ -11,7 +11,7 @@ from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import PrecisionError, Problem, ShardingError, WrapPolicyError
 from hf_fsdp.policies.precision import PrecisionTable, check_storable
 from hf_fsdp.policies.quantization import check_quantization
-from hf_fsdp.policies.wrap import WrapPlan
+from hf_fsdp.policies.wrap_plan import WrapPlan
 from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop", "speech_encoder_layerdrop")

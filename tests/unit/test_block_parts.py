@@ -14,8 +14,8 @@ from torch import nn
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import WrapPolicyError
 from hf_fsdp.policies.precision import resolve_precision
-from hf_fsdp.policies.wrap import WrapPlan, build_wrap_plan, unit_parameters
-from hf_fsdp.policies.wrap_plan import is_chosen_by_data
+from hf_fsdp.policies.wrap import build_wrap_plan
+from hf_fsdp.policies.wrap_plan import WrapPlan, is_chosen_by_data, unit_parameters
 from tests.small_configs import NUM_LAYERS, build_small
 from tests.unit.small_models import TEXT, VOCABULARY, on_meta, text_models, tiny_llama, vision_language_models
 

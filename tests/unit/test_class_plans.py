@@ -11,7 +11,8 @@ from torch import nn
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import WrapPolicyError
 from hf_fsdp.policies.precision import resolve_precision
-from hf_fsdp.policies.wrap import WrapPlan, build_wrap_plan, unit_parameters
+from hf_fsdp.policies.wrap import build_wrap_plan
+from hf_fsdp.policies.wrap_plan import WrapPlan, unit_parameters
 from tests.small_configs import NUM_LAYERS, build_small, causal_lm_classes
 from tests.unit.small_models import on_meta
 

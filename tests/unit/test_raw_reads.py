@@ -15,7 +15,8 @@ from trl.trainer import utils as trl_utilities
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.policies.precision import find_norms, resolve_precision
 from hf_fsdp.policies.raw_reads import RawRead, find_raw_reads, is_read_from_outside
-from hf_fsdp.policies.wrap import WrapPlan, build_wrap_plan, unit_parameters
+from hf_fsdp.policies.wrap import build_wrap_plan
+from hf_fsdp.policies.wrap_plan import WrapPlan, unit_parameters
 from tests.unit.small_models import tiny_llama
 
 

@@ -16,8 +16,10 @@ from torch import nn
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import WrapPolicyError
 from hf_fsdp.policies.blocks import MAX_UNIT_SHARE, find_blocks
+from hf_fsdp.policies.coverage import BESIDE_LARGEST_SHARE
 from hf_fsdp.policies.precision import resolve_precision
-from hf_fsdp.policies.wrap import BESIDE_LARGEST_SHARE, WrapPlan, build_wrap_plan, shared_owners, unit_parameters
+from hf_fsdp.policies.wrap import build_wrap_plan
+from hf_fsdp.policies.wrap_plan import WrapPlan, shared_owners, unit_parameters
 from tests.unit.small_models import (
     IMAGE_TOKEN,
     TEXT,

@@ -15,7 +15,8 @@ from torch import nn
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.errors import WrapPolicyError
 from hf_fsdp.policies.precision import resolve_precision
-from hf_fsdp.policies.wrap import WrapPlan, build_wrap_plan, shared_owners, unit_parameters
+from hf_fsdp.policies.wrap import build_wrap_plan
+from hf_fsdp.policies.wrap_plan import WrapPlan, shared_owners, unit_parameters
 from hf_fsdp.sharding.fitness import refuse_unfit_plan
 from tests.distributed.image_models import RESNET_152, build_plain, build_resnet
 from tests.unit.small_models import on_meta, text_models, tiny_llama
