@@ -35,8 +35,8 @@ class TrainingBackend:
         self._is_printer = is_printer
         self._accumulates = accumulates
         self._monitor = StepMonitor()
-        self._accelerator: Accelerator | None = None
-        self._loss_scale = LossScale()
+        self._scales: dict[int, LossScale] = {}
+        self._was_skipped = False
         self._said: set[str] = set()
         self._step = 0
         self._printed_audit_of: int | None = None
@@ -75,10 +75,24 @@ class TrainingBackend:
 
     def set_scaler(self, accelerator: Accelerator, optimizers: list[Optimizer]) -> None:
         set_scaler(accelerator, self._config, optimizers)
-        self._accelerator = accelerator
 
     def after_scaled_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Trainer's events say when a step was tried; a loop of one's own overrides this."""
+        """Follow the loss scale of a step that was just tried, and say that it was skipped.
+
+        Raises:
+            NumericsError: on every rank, when no scale can help.
+        """
+        scale = self._scales.setdefault(id(optimizer), LossScale())
+        self._was_skipped = optimizer.step_was_skipped
+        line = scale.after_step(optimizer.scaler, self._step_of(optimizer), was_skipped=self._was_skipped)
+        if self._is_printer:
+            log_loss_scale(scale.scale, scale.num_skipped)
+        if line is not None:
+            self.say(line)
+
+    def _step_of(self, optimizer: AcceleratedOptimizer) -> int:
+        """The number of the step that is being tried, counted from 1."""
+        return self._step
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         self._monitor.observe_loss(loss)
@@ -91,7 +105,7 @@ class TrainingBackend:
                 fix="finish with one Trainer before the next is built, or give both the same FSDPConfig",
             )
         self._monitor = StepMonitor()
-        self._loss_scale = LossScale()
+        self._scales.clear()
         self._waits_for_first_step = True
         self.audit = audit_sharding(model, optimizer)
         if self._is_printer:
@@ -112,7 +126,7 @@ class TrainingBackend:
             self._monitor.check_finite(model, step, is_taken=True)
 
     def after_step(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        if self._scales_loss and self._was_skipped():
+        if self._was_skipped:
             return
         # A warm-up starts at learning rate 0, where nothing moves and nothing can be learned about who should have.
         if not self._waits_for_first_step or optimizer is None or not has_learning_rate(optimizer):
@@ -136,19 +150,6 @@ class TrainingBackend:
     @property
     def _scales_loss(self) -> bool:
         return self._config.precision.preset == FP16_PRESET
-
-    def _was_skipped(self) -> bool:
-        """Follow the loss scale and say that a step was skipped."""
-        assert self._accelerator is not None
-        accelerator = self._accelerator
-        line = self._loss_scale.after_step(
-            accelerator.scaler, self._step, was_skipped=accelerator.optimizer_step_was_skipped
-        )
-        if self._is_printer:
-            log_loss_scale(self._loss_scale.scale, self._loss_scale.num_skipped)
-        if line is not None:
-            self.say(line)
-        return line is not None
 
     def _announce(self, model: nn.Module, applied: AppliedSharding) -> None:
         if self._printed_audit_of == id(applied) or self.audit is None:

@@ -92,19 +92,17 @@ class LossScale:
         self.num_skipped = 0
         self.scale: float | None = None
 
-    def after_step(self, scaler: GradScaler | None, step: int, *, was_skipped: bool) -> str | None:
+    def after_step(self, scaler: GradScaler, step: int, *, was_skipped: bool) -> str | None:
         """Look at the step that was just tried; return a line when it was skipped.
 
         Args:
-            scaler: the one in force, or None under another precision.
+            scaler: the one in force.
             step: counted from 1.
             was_skipped: as the optimizer that tried it says; the same on all ranks.
 
         Raises:
             NumericsError: it overflowed at a scale of one: the values themselves leave the range of fp16.
         """
-        if scaler is None:
-            return None
         before, self.scale = self.scale, scaler.get_scale()
         if not was_skipped:
             return None

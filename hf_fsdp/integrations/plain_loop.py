@@ -24,7 +24,6 @@ from hf_fsdp.integrations import accelerate as seams
 from hf_fsdp.integrations.backend import TrainingBackend, has_learning_rate
 from hf_fsdp.integrations.fork import check_fork
 from hf_fsdp.integrations.launch import launch_environment
-from hf_fsdp.integrations.loss_scaling import LossScale
 from hf_fsdp.monitor.first_step import StepMonitor
 from hf_fsdp.policies.precision import resolve_precision
 from hf_fsdp.sharding.apply import get_applied_sharding
@@ -125,7 +124,6 @@ class _LoopBackend(TrainingBackend):
         super().__init__(config, folder, is_printer=accelerator.is_main_process, accumulates=accumulation > 1)
         self._watches: dict[int, _StepWatch] = {}
         self._num_tried: dict[int, int] = {}
-        self._scales: dict[int, LossScale] = {}
         self._loop = accelerator
 
     def shard(self, model: nn.Module, optimizers: list[Optimizer], device_type: str) -> None:
@@ -142,12 +140,9 @@ class _LoopBackend(TrainingBackend):
             if id(optimizer) not in self._watches:
                 self._watches[id(optimizer)] = _StepWatch(self, model, optimizer)
 
-    def after_scaled_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Say that a step was skipped, and end a run in which no scale can help."""
+    def _step_of(self, optimizer: AcceleratedOptimizer) -> int:
         self._num_tried[id(optimizer)] = step = self._num_tried.get(id(optimizer), 0) + 1
-        scale = self._scales.setdefault(id(optimizer), LossScale())
-        if (line := scale.after_step(optimizer.scaler, step, was_skipped=optimizer.step_was_skipped)) is not None:
-            self.say(line)
+        return step
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         if self._loop.scaler is None:  # with a scaler a loss that is not finite is skipped by design

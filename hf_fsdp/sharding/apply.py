@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -54,6 +54,7 @@ class AppliedSharding:
     load_dtypes: dict[str, torch.dtype]
     replicated: tuple[str, ...] = ()
     activations: ActivationPlan | None = None
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     replaced_model_checkpointing: bool = False
     agreement: AgreementReport = field(default_factory=AgreementReport)
 
@@ -107,7 +108,7 @@ def apply_fsdp(
     refuse_unfit_plan(plan, config)
     activations = plan_activations(model, config, plan.blocks, plan.nested_modules)
     mesh = mesh if mesh is not None else build_mesh(config.sharding, device_type)
-    build_offload_policy(config.offload, mesh)  # refuses before anything is changed
+    offload = build_offload_policy(config.offload, mesh)
     agreement_group()
     check_same_structure(model)
 
@@ -117,6 +118,7 @@ def apply_fsdp(
         plan=plan,
         mesh=mesh,
         activations=activations,
+        offload=offload,
         unit_names=tuple((unit, tuple(parameters)) for unit, parameters in unit_parameters(plan)),
         ties=shared_owners(model),
         load_dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
@@ -178,7 +180,6 @@ def _keep_class_names(model: nn.Module) -> None:
 
 def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
     root_owned = {parameter for name, parameter in model.named_parameters() if name in applied.plan.root_owned}
-    offload = build_offload_policy(applied.config.offload, applied.mesh)
     # A frozen scalar needs no reduction, so every rank simply keeps it.
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     applied.replicated = tuple(name for name, parameter in model.named_parameters() if parameter.dim() == 0)
@@ -196,7 +197,7 @@ def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
             mesh=applied.mesh,
             mp_policy=applied.precision.policy(unit.kind),
             reshard_after_forward=_reshard(unit, applied.config),
-            offload_policy=offload,
+            offload_policy=applied.offload,
             ignored_params=scalars if unit.kind == "root" else scalars | root_owned,
         )
         count_missing_gradients: Any = getattr(modules[0], "set_reduce_scatter_unused_params", None)  # torch 2.13

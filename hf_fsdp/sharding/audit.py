@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from hf_fsdp.errors import Problem, ShardingError
 from hf_fsdp.policies.blocks import class_name
-from hf_fsdp.policies.host import build_offload_policy
 from hf_fsdp.policies.packed_weights import describe_quantization
 from hf_fsdp.policies.wrap_plan import Unit
 from hf_fsdp.sharding.agree import checksum
@@ -191,7 +190,7 @@ def _check_units(model: nn.Module, applied: AppliedSharding) -> list[Problem]:
             problems.append(
                 Problem(message=f"unit {unit.label} runs under {state.mixed_precision}, which is not ours", fix=_FIX)
             )
-        if state.is_in_host_memory != applied.config.offload.parameters and held:
+        if state.is_in_host_memory != isinstance(applied.offload, CPUOffloadPolicy) and held:
             where = "in host memory" if state.is_in_host_memory else "on the device"
             problems.append(
                 Problem(message=f"unit {unit.label} is {where}, which offload.parameters does not say", fix=_FIX)
@@ -295,11 +294,9 @@ def _describe_unit(
 
 
 def _describe_host_memory(applied: AppliedSharding) -> str:
-    if not applied.config.offload.parameters:
+    if not isinstance(applied.offload, CPUOffloadPolicy):
         return ""
-    policy = build_offload_policy(applied.config.offload, applied.mesh)
-    pinned = ", pinned" if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory else ""
-    return f"shards of parameters, gradients and optimizer{pinned}"
+    return f"shards of parameters, gradients and optimizer{', pinned' if applied.offload.pin_memory else ''}"
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -69,7 +69,7 @@ def _audit_sees_where_parameters_are(rank: int, world_size: int) -> dict[str, An
     model = build_model("llama", tied=False)
     applied = apply_fsdp(model, FSDPConfig(precision="fp32", offload="parameters"))
     audited = audit_sharding(model)
-    applied.config = FSDPConfig(precision="fp32")
+    applied.offload = OffloadPolicy()
     try:
         audit_sharding(model)
     except ShardingError as error:
