@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_fsdp.checkpoint.start import load_sharded
     from hf_fsdp.config.schema import FSDPConfig
     from hf_fsdp.integrations.callback import FSDPCallback
     from hf_fsdp.integrations.metrics import MetricsCallback
@@ -26,6 +27,7 @@ __all__ = [
     "apply_fsdp",
     "audit_sharding",
     "build_accelerator",
+    "load_sharded",
 ]
 
 _HOMES = {
@@ -34,6 +36,7 @@ _HOMES = {
     "MetricsCallback": "hf_fsdp.integrations.metrics",
     "SamplesCallback": "hf_fsdp.integrations.samples",
     "build_accelerator": "hf_fsdp.integrations.plain_loop",
+    "load_sharded": "hf_fsdp.checkpoint.start",
     "apply_fsdp": "hf_fsdp.sharding.apply",
     "audit_sharding": "hf_fsdp.sharding.audit",
 }

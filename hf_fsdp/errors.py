@@ -92,6 +92,10 @@ class ModelAccessError(HfFsdpError):
     """A model or tokenizer is missing, gated or unreadable; found before anything loads."""
 
 
+class CheckpointError(HfFsdpError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
 def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """Return up to `limit` known names that resemble `name`, best first; empty when none does."""
     known = list(known)

@@ -8,6 +8,7 @@ Why each is needed:
 - weak references to storages: activation offload must know that two saved tensors are one, without keeping either.
 - dynamo's limit of graphs: past it, torch runs a compiled function uncompiled and says so in a log only.
 - the running graph task: public torch does not say whether code runs inside a backward (a recompute) or not.
+- the store of the process group: a rank whose disk is full tells the others there, between two of their writes.
 - the FSDP state of a module: torch has no public way to ask a sharded module which policy and which
   parameters its unit really has, and the audit must not trust what we asked for.
 """
@@ -24,6 +25,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -118,6 +120,11 @@ def read_unit_state(module: nn.Module) -> UnitState | None:
         reshard_after_forward=reshard,
         is_in_host_memory=in_host_memory,
     )
+
+
+def process_group_store() -> Any:
+    """Return the key-value store that the default process group met at."""
+    return _get_default_store()
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 # Fine-tunes a small real language model under real FSDP on this machine's CPU and checks the claims of the README.
 #
 #   bash scripts/demo.sh            LoRA
-#   bash scripts/demo.sh --full     all weights
+#   bash scripts/demo.sh --full     all weights (about 5 GB of disk)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_venv.sh

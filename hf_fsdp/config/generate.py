@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -151,7 +152,23 @@ def _title_lines(config: FSDPConfig, plan: LaunchPlan) -> list[str]:
     if outside:
         lines.append("# Not in this file, because Accelerate has no key for it; say it in the script's FSDPConfig:")
         lines += [f"#   {key}: {value}" for key, value in outside]
+    if plan.num_processes > 1:  # one process is started without torchrun's agent
+        lines += _grace_lines(config)
     return lines
+
+
+def _grace_lines(config: FSDPConfig) -> list[str]:
+    """What the launcher has to be told so that a run that is asked to stop has the time to save; no key for it."""
+    grace = config.checkpoint.grace_seconds
+    if grace == "auto":
+        return [
+            "# Asked to stop (SIGTERM), all ranks save and leave; after 30 s the launcher kills. For longer saves:",
+            "#   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",
+        ]
+    return [
+        "# Asked to stop (SIGTERM), all ranks save and leave. The launcher kills after 30 s unless it is told before:",
+        f"#   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(float(grace))}",
+    ]
 
 
 def _machine_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:

@@ -39,7 +39,7 @@ SECTION_FIELDS: dict[str, tuple[str, ...]] = {
         "sync_each_batch",
         "require_sharding",
     ),
-    "checkpoint": ("format", "async_save"),
+    "checkpoint": ("format", "async_save", "optimizer", "grace_seconds", "self_test"),
 }
 DOTTED_KEYS: tuple[str, ...] = tuple(f"{section}.{name}" for section, names in SECTION_FIELDS.items() for name in names)
 
@@ -298,5 +298,5 @@ DEFAULT_TEXT = {
     "activation_checkpointing": "auto",
     "compile": "none",
     "sharding": "{reshard_after_forward: true}",
-    "checkpoint": "full",
+    "checkpoint": "sharded",
 }

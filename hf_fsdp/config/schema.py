@@ -140,10 +140,24 @@ class ShardingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How training checkpoints are written: ``full`` (one file) or ``sharded`` (a file for each process)."""
+    """How training checkpoints are written, and what is expected of one that is resumed from.
 
-    format: str = "full"
+    Args:
+        format: ``sharded``: every process writes its own part, in parallel, so no process needs room for more.
+            ``full``: rank 0 writes whole tensors, in files that ``from_pretrained`` reads as they are; it needs host
+            memory for the model, and the others wait. Adapters are small and are always written whole.
+        async_save: copy the shards to host memory and write them behind training; needs that memory once more.
+        optimizer: ``saved``: resuming without the optimizer's state is an error; ``fresh``: it is not loaded.
+        grace_seconds: how long a process may go on after a signal that ends it; ``auto``: as long as the launcher
+            waits (torchrun kills after 30 s, unless told otherwise). A save that does not fit leaves the optimizer out.
+        self_test: before the first step, plan the whole save and write and reread its smallest part for real.
+    """
+
+    format: str = "sharded"
     async_save: bool = False
+    optimizer: str = "saved"
+    grace_seconds: float | str = "auto"
+    self_test: bool = True
 
 
 SECTION_CLASSES: dict[str, type] = {

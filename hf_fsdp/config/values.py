@@ -331,15 +331,28 @@ def _parse_format(dotted: str, value: Any) -> str:
     near = nearest_names(str(value), ["full", "sharded"])
     raise Rejected(
         f"{dotted}={shown(value)} is not a checkpoint format",
-        fix=f"{dotted}: {near[0] if near else 'full'}",
+        fix=f"{dotted}: {near[0] if near else 'sharded'}",
         near=", ".join(near) or "full, sharded",
     )
 
 
-def _parse_async_save(dotted: str, value: Any) -> bool:
-    if parse_bool(dotted, value):
-        raise later_release(f"{dotted}=True", f"{dotted}: false")
-    return False
+def _parse_resumed_optimizer(dotted: str, value: Any) -> str:
+    word = word_of(value)
+    if word in ("saved", "fresh"):
+        return word
+    raise Rejected(f"{dotted}={shown(value)} is neither saved nor fresh", fix=f"{dotted}: saved", near="saved, fresh")
+
+
+def _parse_grace(dotted: str, value: Any) -> float | str:
+    if word_of(value) == "auto":
+        return "auto"
+    try:
+        seconds = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = float("nan")
+    if not 0 < seconds < float("inf"):
+        raise Rejected(f"{dotted}={shown(value)} is not a number of seconds above 0", fix=f"{dotted}: auto")
+    return seconds
 
 
 FIELD_PARSERS: dict[str, Callable[[str, Any], Any]] = {
@@ -372,7 +385,10 @@ FIELD_PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "sharding.sync_each_batch": parse_bool,
     "sharding.require_sharding": parse_bool,
     "checkpoint.format": _parse_format,
-    "checkpoint.async_save": _parse_async_save,
+    "checkpoint.async_save": parse_bool,
+    "checkpoint.optimizer": _parse_resumed_optimizer,
+    "checkpoint.grace_seconds": _parse_grace,
+    "checkpoint.self_test": parse_bool,
 }
 
 
@@ -399,15 +415,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def yaml_value(value: Any) -> str:
-    """Return `value` as a person would type it in YAML (flow style), for a fix that can be pasted."""
+def yaml_value(value: Any, depth: int = 0) -> str:
+    """Return `value` as a person would type it in YAML (flow style), for a fix that can be pasted.
+
+    An alias to its own parent goes on for ever; past `depth` 20 it is cut.
+    """
+    if depth > 20:
+        return "..."
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
         return "null"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {yaml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {yaml_value(item, depth + 1)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+        return "[" + ", ".join(yaml_value(item, depth + 1) for item in value) + "]"
     text = str(value)
     return text if re.fullmatch(r"[\w./+][\w./+ -]*", text) else json.dumps(text)

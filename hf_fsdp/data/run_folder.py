@@ -5,10 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from hf_fsdp.checkpoint.find import TRAINER_STATE_FILE, FoundCheckpoint, find_checkpoints
+from hf_fsdp.checkpoint.manifest import MANIFEST_FILE
 from hf_fsdp.errors import ConfigError, nearest_names
-
-# The file that every checkpoint of Trainer has, whatever the format of its weights.
-_STATE_FILE = "trainer_state.json"
 
 
 def check_output_dir(output_dir: str | Path) -> None:
@@ -29,44 +28,61 @@ def check_output_dir(output_dir: str | Path) -> None:
         ) from error
 
 
-def find_resume_checkpoint(asked: str | bool | None, output_dir: str | Path) -> str | None:
-    """Return the checkpoint folder to go on from, or None for a fresh start.
+def find_resume_checkpoint(asked: str | bool | None, output_dir: str | Path) -> str | bool | None:
+    """Return what to give `Trainer.train` as `resume_from_checkpoint`, once it is clear that there is something.
+
+    Which one is the newest that is whole, and whether every byte of it is right, is found out by all processes
+    together when training begins; here only what costs no time is looked at, before data and model load.
 
     Args:
         asked: `resume_from_checkpoint`: a folder, or ``true`` / ``last`` for the newest one in `output_dir`.
         output_dir: the folder of the run.
 
+    Returns:
+        None for a fresh start, True for the newest one, or the folder.
+
     Raises:
-        ConfigError: there is no such folder, or Trainer did not finish writing it.
+        ConfigError: there is no such folder, or nothing committed in it.
     """
     word = str(asked or "").strip()
     if word.lower() in ("", "false", "no", "none"):
         return None
-    found = _find_checkpoints(Path(output_dir).expanduser())
+    found = find_checkpoints(Path(output_dir).expanduser())
+    usable = _paths(found)
     if word.lower() in ("true", "last"):
-        if not found:
+        if not usable:
             raise ConfigError(
-                f"resume_from_checkpoint={word}: there is no checkpoint in {output_dir}",
+                f"resume_from_checkpoint={word}: there is no checkpoint in {output_dir}"
+                + "".join(f"\n  {item.path.name} is {item.problem}" for item in found),
                 fix="leave resume_from_checkpoint out to start anew, or give the output_dir of the run to go on with",
             )
-        return str(found[-1])
+        return True
     folder = Path(word).expanduser()
-    if (folder / _STATE_FILE).is_file():
+    beside = find_checkpoints(folder.parent)
+    if (problem := _problem(folder, beside)) is None:
         return str(folder)
-    inside = _find_checkpoints(folder) or _find_checkpoints(folder.parent) or found
+    inside = _paths(find_checkpoints(folder)) or _paths(beside) or usable
     names = {path.name: str(path) for path in inside}
     near = [names[name] for name in nearest_names(folder.name, names)] or [str(path) for path in inside[-3:][::-1]]
-    what = f"has no {_STATE_FILE}, so it is not a checkpoint of Trainer" if folder.is_dir() else "does not exist"
     raise ConfigError(
-        f"resume_from_checkpoint={word}: the folder {what}",
+        f"resume_from_checkpoint={word}: {problem}",
         near=", ".join(near) or None,
         fix=f"resume_from_checkpoint: {near[0]}" if near else "leave resume_from_checkpoint out to start anew",
     )
 
 
-def _find_checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in `folder`, oldest first."""
-    numbered = [
-        (path.parent.name.rpartition("-")[2], path.parent) for path in folder.glob(f"checkpoint-*/{_STATE_FILE}")
-    ]
-    return [path for number, path in sorted((int(text), path) for text, path in numbered if text.isdigit())]
+def _paths(found: list[FoundCheckpoint]) -> list[Path]:
+    """Return those against which nothing is known, the newest last."""
+    return [item.path for item in found if item.problem is None]
+
+
+def _problem(folder: Path, beside: list[FoundCheckpoint]) -> str | None:
+    """Return why the folder cannot be resumed from, or None."""
+    if not folder.is_dir():
+        return "it is a file, not the folder of a checkpoint" if folder.exists() else "the folder does not exist"
+    known = next((item.problem for item in beside if item.path.name == folder.name), None)
+    if known is not None:
+        return known
+    if not any((folder / name).is_file() for name in (MANIFEST_FILE, TRAINER_STATE_FILE)):
+        return f"the folder has no {MANIFEST_FILE}, so it is not a checkpoint"
+    return None

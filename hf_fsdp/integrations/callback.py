@@ -22,15 +22,22 @@ from hf_fsdp.integrations import accelerate as seams
 from hf_fsdp.integrations import trainer as trainer_seam
 from hf_fsdp.integrations import trl as trl_seam
 from hf_fsdp.integrations.backend import TrainingBackend
+from hf_fsdp.integrations.checkpoint_seams import install_checkpoint_seams
+from hf_fsdp.integrations.checkpoints import Checkpoints
 from hf_fsdp.integrations.dynamo import read_dynamo_plugin, take_over_compilation
 from hf_fsdp.integrations.evaluation import install_evaluation_seams
 from hf_fsdp.integrations.fork import check_fork
+from hf_fsdp.integrations.hub import install_hub_seams
 from hf_fsdp.integrations.launch import launch_environment
 from hf_fsdp.integrations.loss_scaling import FP16_PRESET
 from hf_fsdp.integrations.optimizers import raw_optimizer
+from hf_fsdp.integrations.preemption import Preemption
+from hf_fsdp.integrations.preemption_seams import install_preemption_seam
+from hf_fsdp.integrations.train import install_train_seam
 from hf_fsdp.policies.packed_weights import ready_for_training
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.audit import Audit
+from hf_fsdp.sharding.mesh import rank
 
 
 class FSDPCallback(TrainerCallback):
@@ -69,10 +76,16 @@ class FSDPCallback(TrainerCallback):
         self._launch_environment = launch_environment()
         self._attached: TrainingBackend | None = None
         self._single_process = False
+        self.preemption = Preemption()
+        self.checkpoints = Checkpoints(self._say, self.preemption)
         # Before Trainer builds its Accelerator: on CPU, Accelerate would drop the FSDP plugin.
         seams.install_seams()
         trainer_seam.install_trainer_seam()
         install_evaluation_seams()
+        install_hub_seams()
+        install_preemption_seam()
+        install_checkpoint_seams()
+        install_train_seam()
 
     @property
     def audit(self) -> Audit | None:
@@ -120,6 +133,8 @@ class FSDPCallback(TrainerCallback):
             is_printer=args.process_index == 0,
             accumulates=args.gradient_accumulation_steps > 1,
         )
+        self.preemption.configured_grace = config.checkpoint.grace_seconds
+        self.checkpoints.use(config.checkpoint)
         self._attached.packs = packs_samples(args)
         seams.attach_backend(self._attached)
         self._attached.say(*lines)
@@ -138,11 +153,13 @@ class FSDPCallback(TrainerCallback):
     ) -> None:
         """Audit the model that is about to be trained, with its optimizer."""
         backend = self._backend_in_force(args, model)
+        assert model is not None
         if backend is None:
             self._prove_unsharded_packing(args, model)
-            return
-        assert model is not None
-        backend.begin_training(model, raw_optimizer(optimizer))
+        else:
+            backend.begin_training(model, raw_optimizer(optimizer))
+        self.checkpoints.resume.restore_running_loss()
+        self.checkpoints.test(model, Path(args.output_dir))
 
     def on_prediction_step(
         self,
@@ -179,7 +196,8 @@ class FSDPCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Refuse to save weights that a step on a loss that is not finite has spoiled."""
+        """Refuse to save weights that a step on a loss that is not finite has spoiled; look at a save in flight."""
+        self.checkpoints.poll()
         if self._attached is not None and model is not None and control.should_save:
             self._attached.before_save(model, state.global_step)
 
@@ -197,6 +215,13 @@ class FSDPCallback(TrainerCallback):
         """Look at what the first step did."""
         if self._attached is not None and model is not None:
             self._attached.after_step(model, raw_optimizer(optimizer))
+
+    def _say(self, *lines: str) -> None:
+        if self._attached is not None:
+            self._attached.say(*lines)
+        elif rank() == 0:
+            for line in lines:
+                print(f"hf-fsdp: {line}", flush=True)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -231,6 +256,8 @@ class FSDPCallback(TrainerCallback):
         config = self._config or FSDPConfig.from_trainer(args.fsdp_config or {}) or FSDPConfig()
         if config.sharding.require_sharding:
             raise ShardingError(single_process_refused(config.sources.get("sharding.require_sharding")))
+        self.preemption.configured_grace = config.checkpoint.grace_seconds
+        self.checkpoints.use(config.checkpoint)
         if not self._single_process:
             print("hf-fsdp: one process, so the model is trained unsharded and fsdp settings do not apply")
             if config.precision.preset == FP16_PRESET and args.device.type == "cpu":

@@ -18,7 +18,7 @@ from transformers import Seq2SeqTrainer, Trainer
 
 from hf_fsdp.integrations.accelerate import replace_method
 from hf_fsdp.integrations.eval_batches import InStepBatches, unrepeated_samples
-from hf_fsdp.integrations.kept_outputs import MemoryWatch, check_memory_before_training
+from hf_fsdp.integrations.kept_outputs import MemoryWatch
 from hf_fsdp.monitor.eval_loss import (
     WeightedMean,
     count_rows,
@@ -29,6 +29,7 @@ from hf_fsdp.monitor.eval_loss import (
     take_rows,
 )
 from hf_fsdp.monitor.random_state import preserved_random_state
+from hf_fsdp.monitor.signals import shield_data_workers
 from hf_fsdp.policies.blocks import base_model
 
 MARK = "hf_fsdp_evaluates"
@@ -42,15 +43,6 @@ _LANGUAGE_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 def install_evaluation_seams() -> None:
     """Put the seams in place; calling it again changes nothing."""
     replace_method(Trainer, "evaluation_loop", _evaluation_loop)
-    replace_method(Trainer, "train", _train)
-
-
-def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Find out before the first step that an evaluation after hours of training would run out of memory."""
-    if is_ours(trainer) and str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":
-        with preserved_random_state():  # a dataset may draw augmentations when its rows are looked at
-            check_memory_before_training(trainer)
-    return original(*args, **kwargs)
 
 
 def _evaluation_loop(
@@ -67,6 +59,7 @@ def _evaluation_loop(
         return original(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
     loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
     whose = whose_loss(trainer)
+    shield_data_workers(dataloader)
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_random_state())
         if whose is None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
 
+from hf_fsdp.checkpoint.model_folder import replaced_files
 from hf_fsdp.config.precedence import Stated
 from hf_fsdp.data.packing import check_packing
 from hf_fsdp.errors import Problem
@@ -25,7 +28,9 @@ from hf_fsdp.integrations.optimizers import check_optimizer
 from hf_fsdp.integrations.trl import items_for_loss
 from hf_fsdp.policies.blocks import class_name
 from hf_fsdp.sharding.apply import get_applied_sharding
+from hf_fsdp.sharding.gather import gather_for_saving
 from hf_fsdp.sharding.mesh import agree_all
+from hf_fsdp.sharding.outcome import agreed, wait_for_all_ranks
 
 _PROBED = "_hf_fsdp_loss_scales"
 
@@ -83,16 +88,23 @@ def _loss_scales(trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any
 def _save_model(
     original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    plugin = current_plugin()
-    if plugin is None or active_backend() is None or get_applied_sharding(trainer.model) is None:
+    """Leave a folder that `from_pretrained` loads, whatever the format of checkpoints; the same error on all ranks."""
+    model = trainer.model
+    if current_plugin() is None or active_backend() is None or (applied := get_applied_sharding(model)) is None:
         return original(output_dir, _internal_call)
-    kept = plugin.state_dict_type
-    try:
-        if not _internal_call:  # a sharded checkpoint is the model already: no full copy beside it
-            plugin.state_dict_type = "FULL_STATE_DICT"
-        original(output_dir, _internal_call)
-    finally:
-        plugin.state_dict_type = kept
+    folder = Path(output_dir or trainer.args.output_dir)
+    wait_for_all_ranks("save_model")
+    state_dict = gather_for_saving(model, applied)
+
+    def write() -> None:
+        if trainer.args.should_save:
+            with replaced_files(folder) as staging:
+                trainer._save(str(staging), state_dict=state_dict)
+                (staging / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle, which nothing reads
+
+    agreed(f"save the model into {folder}", write)
+    if trainer.args.push_to_hub and not _internal_call:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
 
 def read_training_arguments(args: TrainingArguments) -> dict[str, Stated]:
@@ -152,6 +164,25 @@ def check_training_arguments(args: TrainingArguments) -> list[Problem]:
                 "and on a model that is sharded already",
                 fix="auto_find_batch_size=False with a per_device_train_batch_size that fits; "
                 "keep the global batch by gradient_accumulation_steps",
+                source=f"{name}(...)",
+            )
+        )
+    if args.enable_jit_checkpoint:
+        problems.append(
+            Problem(
+                message="enable_jit_checkpoint=True saves on a signal without asking the other ranks, "
+                "which then save another step or none",
+                fix="enable_jit_checkpoint=False; FSDPCallback saves on SIGTERM, SIGINT and SIGUSR1, "
+                "the same step on all ranks",
+                source=f"{name}(...)",
+            )
+        )
+    if args.save_on_each_node:
+        problems.append(
+            Problem(
+                message="save_on_each_node=True asks for a whole checkpoint on every machine, "
+                "and each process holds a part of one",
+                fix="save_on_each_node=False with an output_dir on a file system that all machines share",
                 source=f"{name}(...)",
             )
         )

@@ -57,6 +57,15 @@ def log_samples(samples: Sequence[Sample], step: int) -> bool:
     return True
 
 
+def mark_preempting() -> bool:
+    """Tell W&B that the run was asked to stop and will go on elsewhere; return whether there is a run."""
+    run = _active_run()
+    if run is None:
+        return False
+    run.mark_preempting()
+    return True
+
+
 def _active_run() -> Any | None:
     module = sys.modules.get("wandb")
     return getattr(module, "run", None) if module is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same
 from hf_fsdp.sharding.fitness import refuse_unfit_model, refuse_unfit_plan
 from hf_fsdp.sharding.gather import make_save_collective
 from hf_fsdp.sharding.mesh import agreement_group, build_mesh
+from hf_fsdp.sharding.read_shards import read_shards, take_unread
 from hf_fsdp.sharding.root_forward import install_root_hooks
 from hf_fsdp.sharding.running_stats import install_running_stats
 
@@ -111,6 +112,7 @@ def apply_fsdp(
     offload = build_offload_policy(config.offload, mesh)
     agreement_group()
     check_same_structure(model)
+    unread = take_unread(model)
 
     applied = AppliedSharding(
         config=config,
@@ -132,7 +134,8 @@ def apply_fsdp(
     norm_ids = {id(module) for _, module in find_norms(model)} if precision.keep_norms_fp32 else set()
     storage = _storage_dtypes(model, precision, norm_ids)
     keep_layout(model)
-    _shard_units(model, applied)
+    _shard_units(model, applied, unread)
+    read_shards(model, unread, storage, applied)
     move_quantization_state(model, mesh.device_type)
     prove_agreement(applied.agreement)
     _cast_storage(model, storage)
@@ -178,7 +181,7 @@ def _keep_class_names(model: nn.Module) -> None:
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
-def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
+def _shard_units(model: nn.Module, applied: AppliedSharding, unread: Collection[str]) -> None:
     root_owned = {parameter for name, parameter in model.named_parameters() if name in applied.plan.root_owned}
     # A frozen scalar needs no reduction, so every rank simply keeps it.
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -188,7 +191,9 @@ def _shard_units(model: nn.Module, applied: AppliedSharding) -> None:
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()  # fully_shard refuses others
     for unit, names in applied.unit_names:
-        agree_on_tensors(_unit_tensors(model, unit, names, done), applied.agreement)
+        tensors = _unit_tensors(model, unit, names, done)
+        if to_agree := {name: held for name, held in tensors.items() if name not in unread}:
+            agree_on_tensors(to_agree, applied.agreement)
         if not names and unit.kind != "root":
             continue
         modules = list(unit.modules)

@@ -7,8 +7,7 @@ import functools
 import inspect
 import json
 from collections import Counter
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +16,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp.errors import ShardingError
 from hf_fsdp.policies.packed_weights import packed_names, packed_state
-from hf_fsdp.sharding.mesh import agreement_group
+from hf_fsdp.sharding.adapters import adapter_keys
+from hf_fsdp.sharding.outcome import wait_for_all_ranks
 
 if TYPE_CHECKING:
     from hf_fsdp.sharding.apply import AppliedSharding
 
-# How long a rank that saves waits for the others to come too, before it says that they did not.
-ENTRY_TIMEOUT = timedelta(seconds=60)
 _SAVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def gather_state_dict(model: nn.Module, applied: AppliedSharding) -> dict[str, torch.Tensor]:
+def gather_state_dict(
+    model: nn.Module, applied: AppliedSharding, only: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     """Return the whole state dict on the CPU of rank 0 and an empty dict on the others; collective.
 
     One tensor at a time is whole on the device, so no rank needs more than its shard plus the largest tensor,
     and rank 0 the host memory of the model. Parameters are written in `precision.save_dtype`: by default the dtype
     they were loaded in, since a bf16 model does not become a better one by being stored in fp32. Tied weights are
     one tensor under all their names, as `save_pretrained` expects. Packed 4-bit weights come with their scales.
+
+    Args:
+        model: sharded.
+        applied: what `apply_fsdp` returned for it.
+        only: names to gather; others, and the scales of packed weights, are left out.
     """
     packed = packed_names(model)
     is_writer = dist.get_rank() == 0
@@ -43,6 +47,8 @@ def gather_state_dict(model: nn.Module, applied: AppliedSharding) -> dict[str, t
     first_name = {name: first for first, names in applied.ties.items() for name in names}
     gathered: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
+        if only is not None and name not in only:
+            continue
         first = first_name.get(name, name)
         if first in gathered:
             gathered[name] = gathered[first]
@@ -56,7 +62,14 @@ def gather_state_dict(model: nn.Module, applied: AppliedSharding) -> dict[str, t
                 whole = whole.to(override or dtype)
             gathered[name] = whole.detach().cpu()
         del whole
-    return {**gathered, **packed_state(model)} if packed and is_writer else gathered
+    return {**gathered, **packed_state(model)} if packed and is_writer and only is None else gathered
+
+
+def gather_for_saving(model: nn.Module, applied: AppliedSharding) -> dict[str, torch.Tensor]:
+    """Return what `save_pretrained` writes of `model`: all of it, or an adapter without its base; collective."""
+    adapters = adapter_keys(model)
+    only = {name for keys in adapters.values() for name in keys.values()} if adapters else None
+    return gather_state_dict(model, applied, only)
 
 
 def saved_dtype(applied: AppliedSharding) -> torch.dtype:
@@ -82,8 +95,8 @@ def make_save_collective(model: nn.Module, applied: AppliedSharding) -> None:
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args, strict=False))
         if kwargs.get("state_dict") is None:
-            _wait_for_all_ranks()
-            kwargs["state_dict"] = gather_state_dict(model, applied)
+            wait_for_all_ranks("save_pretrained")
+            kwargs["state_dict"] = gather_for_saving(model, applied)
             kwargs["is_main_process"] = dist.get_rank() == 0
             if not kwargs["is_main_process"]:
                 return None
@@ -108,16 +121,6 @@ def _quantizer_hands_on(model: nn.Module, state_dict: dict[str, torch.Tensor]) -
         yield
     finally:
         del quantizer.get_state_dict_and_metadata
-
-
-def _wait_for_all_ranks() -> None:
-    try:
-        dist.monitored_barrier(group=agreement_group(), timeout=ENTRY_TIMEOUT)
-    except RuntimeError as error:
-        raise ShardingError(
-            f"save_pretrained was called on rank {dist.get_rank()} and not on all ranks, which each hold a part",
-            fix="call it on every rank, not under `if trainer.is_world_process_zero()`; only rank 0 writes",
-        ) from error
 
 
 def _write_saved_dtype(folder: Path, applied: AppliedSharding) -> None:

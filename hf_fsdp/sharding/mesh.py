@@ -22,6 +22,7 @@ SHARD_AXIS = "dp_shard"
 REPLICATE_AXIS = "dp_replicate"
 
 _agreement_groups: dict[Any, dist.ProcessGroup] = {}
+_background_groups: dict[Any, dist.ProcessGroup] = {}
 
 
 def build_mesh(config: ShardingConfig, device_type: str | None = None) -> DeviceMesh:
@@ -105,12 +106,35 @@ def _pause_at_exit() -> None:
     atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
 
 
-def agree_all(value: Any) -> list[Any]:
-    """Return every rank's `value`, in rank order; collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def background_group() -> dist.ProcessGroup:
+    """Return the gloo group for what threads agree on behind training; every rank must first call this at one point.
+
+    Collectives of one group must start in the same order on all ranks, which a thread beside training cannot promise.
+    """
+    default = dist.group.WORLD
+    if default not in _background_groups:
+        _background_groups.clear()
+        _background_groups[default] = dist.new_group(backend="gloo")
+        _pause_at_exit()
+    return _background_groups[default]
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def agree_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's `value`, in rank order; collective on `group`, by default the agreement group."""
+    if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=agreement_group())
+    dist.all_gather_object(gathered, value, group=group or agreement_group())
     return gathered
 
 

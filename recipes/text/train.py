@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 from trl.chat_template_utils import get_training_chat_template
 
-from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, SamplesCallback, data
+from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, SamplesCallback, data, load_sharded
 from hf_fsdp.data import ConfigError, HfFsdpError
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
@@ -196,7 +196,8 @@ def main(argv: list[str]) -> None:
     if "wandb" in training.report_to:
         prepare_wandb(training)
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_sharded(  # from_pretrained, but each process reads only what it keeps
+        AutoModelForCausalLM,
         name,
         dtype=model_args.dtype,
         attn_implementation=attention.implementation,

@@ -1,9 +1,9 @@
 """Let the model answer three held-out questions before and after training, greedily, and write both down.
 
-    python generate_samples.py --base FOLDER --trained FOLDER --model FOLDER --data FILE --output FILE
+    python generate_samples.py --base FOLDER --model FOLDER --data FILE --output FILE
 
-The model after training is written to the folder `--model` as one whole model (LoRA weights merged in) and loaded
-back from there, so that what is shown is what `from_pretrained` gives.
+The model after training is the folder that ``hf-fsdp checkpoint export`` wrote, so that what is shown is what plain
+`from_pretrained` gives.
 """
 
 from __future__ import annotations
@@ -27,21 +27,6 @@ def read_questions(data: Path) -> list[list[dict[str, str]]]:
         return [json.loads(line)["messages"] for line, _ in zip(lines, range(NUM_SAMPLES), strict=False)]
 
 
-def write_whole_model(base: Path, trained: Path, target: Path) -> None:
-    """Write what training left in `trained` to `target` as one folder that ``from_pretrained`` loads by itself."""
-    if (trained / "adapter_config.json").is_file():
-        from peft import PeftModel
-
-        # Added up in fp32, stored as the weights came.
-        whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        stored = AutoModelForCausalLM.from_pretrained(base).dtype
-        model = PeftModel.from_pretrained(whole, trained).merge_and_unload().to(stored)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(trained)
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(trained).save_pretrained(target)
-
-
 def answer(folder: Path, questions: list[list[dict[str, str]]]) -> list[str]:
     """Return the greedy answer of the model in `folder` to each question."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -56,9 +41,9 @@ def answer(folder: Path, questions: list[list[dict[str, str]]]) -> list[str]:
 
 
 def main() -> None:
-    """Write the whole model, and the samples as JSON."""
+    """Write the samples as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name in ("base", "trained", "model", "data", "output"):
+    for name in ("base", "model", "data", "output"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
     logging.set_verbosity_error()
@@ -66,7 +51,6 @@ def main() -> None:
 
     questions = read_questions(arguments.data)
     before = answer(arguments.base, questions)
-    write_whole_model(arguments.base, arguments.trained, arguments.model)
     after = answer(arguments.model, questions)
     samples = [
         {"question": messages[0]["content"], "true": messages[1]["content"], "before": one, "after": other}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +17,8 @@ RECIPE = "recipes/text/train.py"
 POLL_SECONDS = 0.3
 # What a library prints about itself; the numbers of Trainer's own lines come from metrics.jsonl, with the time left.
 NOISE = ("{'", "[INFO] Running in WANDB", "wandb: send this run")
+# What a resumed run says that the run before it did not say already.
+NEW_IN_A_RESUME = ("hf-fsdp: resume", "hf-fsdp: checkpoint-", "hf-fsdp: removed", "saved ")
 
 Record = dict[str, Any]
 
@@ -33,6 +35,8 @@ class TrainingRun:
         output_dir: where the recipe writes.
         num_steps: optimizer steps it will take, for the time left.
         log: where the run's stderr goes.
+        through: a program and its flags that runs the recipe; without it the launcher does.
+        resumes: it goes on where an earlier run in `output_dir` stopped, and keeps that one's metrics.
     """
 
     num_processes: int
@@ -42,6 +46,13 @@ class TrainingRun:
     output_dir: Path
     num_steps: int
     log: Path
+    through: Sequence[str] = ()
+    resumes: bool = False
+
+    @property
+    def metrics(self) -> Path:
+        """Where the recipe writes its numbers."""
+        return self.output_dir / "metrics.jsonl"
 
     def command(self) -> list[str]:
         """Return the command, as a person could type it."""
@@ -49,7 +60,23 @@ class TrainingRun:
         if self.num_processes > 1:
             start += ["-m", "accelerate.commands.launch", "--config_file", str(self.launch_file)]
         flags = [word for key, value in self.overrides.items() for word in (f"--{key}", value)]
-        return [*start, RECIPE, str(self.config), "--output_dir", str(self.output_dir), *flags]
+        flags += ["--resume_from_checkpoint", "true"] if self.resumes else []
+        return [*start, *self.through, RECIPE, str(self.config), "--output_dir", str(self.output_dir), *flags]
+
+
+def show_everything(line: str) -> bool:
+    """Tell which lines of a run to show: all but noise."""
+    return not line.startswith(NOISE)
+
+
+def show_resume(line: str) -> bool:
+    """Tell which lines of a run to show: about its checkpoints."""
+    return line.startswith(NEW_IN_A_RESUME)
+
+
+def show_nothing(line: str) -> bool:
+    """Tell which lines of a run to show: none."""
+    return False
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -68,7 +95,7 @@ def progress_line(record: Record, num_steps: int, first: Record) -> str | None:
         first: the run's first record, which a step's time is counted from.
     """
     if "eval_loss" in record:
-        when = "before training" if record["step"] == 0 else "after training"
+        when = {0: "before training", num_steps: "after training"}.get(record["step"], f"at step {record['step']}")
         return f"held-out loss {when}: {record['eval_loss']:.3f}"
     if "loss" not in record:
         return None
@@ -89,19 +116,29 @@ def progress_lines(records: Sequence[Record], num_shown: int, num_steps: int) ->
             yield line
 
 
-def run_training(run: TrainingRun, show_output: bool) -> list[Record]:
+def run_training(run: TrainingRun, is_shown: Callable[[str], bool]) -> list[Record]:
     """Run the recipe to its end, showing progress, and return the records of its metrics.jsonl.
 
     Args:
         run: what to run.
-        show_output: show what the recipe prints (examples, audit), not only the progress.
+        is_shown: tells for a line that the recipe prints (examples, audit) whether to show it.
 
     Raises:
         SystemExit: the run failed; the end of its log is shown.
     """
+    exit_code = watch_training(run, is_shown)
+    if exit_code != 0:
+        raise SystemExit(f"{tail(run.log)}\nerror: training failed (exit {exit_code}); all of it: {run.log}")
+    return read_metrics(run.metrics)
+
+
+def watch_training(run: TrainingRun, is_shown: Callable[[str], bool]) -> int:
+    """Run the recipe until it ends, well or not, showing progress, and return its exit code."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    metrics = run.output_dir / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
+    if not run.resumes:
+        run.metrics.unlink(missing_ok=True)
+    # A resumed run keeps the lines up to its checkpoint and drops the later ones, which it writes anew.
+    old = read_metrics(run.metrics)
     environment = training_environment(run.num_processes)
     with (
         run.log.open("w", encoding="utf-8") as log,
@@ -110,22 +147,20 @@ def run_training(run: TrainingRun, show_output: bool) -> list[Record]:
         ) as process,
     ):
         assert process.stdout is not None
-        echo = threading.Thread(target=_echo, args=(process.stdout, show_output))
+        echo = threading.Thread(target=_echo, args=(process.stdout, is_shown))
         echo.start()
         try:
             num_shown = 0
             while process.poll() is None:
-                num_shown = _show_new(metrics, num_shown, run.num_steps)
+                num_shown = _show_new(run, old, num_shown)
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
             echo.join()
-    _show_new(metrics, num_shown, run.num_steps)
-    if process.returncode != 0:
-        raise SystemExit(f"{tail(run.log)}\nerror: training failed (exit {process.returncode}); all of it: {run.log}")
-    return read_metrics(metrics)
+    _show_new(run, old, num_shown)
+    return process.returncode
 
 
 def training_environment(num_processes: int) -> dict[str, str]:
@@ -143,14 +178,14 @@ def tail(log: Path, num_lines: int = 30) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 
 
-def _echo(stream: IO[str], show: bool) -> None:
+def _echo(stream: IO[str], is_shown: Callable[[str], bool]) -> None:
     for line in stream:
-        if show and not line.startswith(NOISE):
+        if is_shown(line):
             print(line, end="", flush=True)
 
 
-def _show_new(metrics: Path, num_shown: int, num_steps: int) -> int:
-    records = read_metrics(metrics)
-    for line in progress_lines(records, num_shown, num_steps):
+def _show_new(run: TrainingRun, old: Sequence[Record], num_shown: int) -> int:
+    records = [record for record in read_metrics(run.metrics) if record not in old]
+    for line in progress_lines(records, num_shown, run.num_steps):
         print(f"  {line}", flush=True)
     return len(records)

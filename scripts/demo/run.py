@@ -20,21 +20,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fetch_model
-from launch_training import RECIPE, Record, TrainingRun, run_training, tail, training_environment
+from killed_save import Resume
+from launch_training import RECIPE, Record, run_training, show_resume, tail, training_environment
 from make_dataset import make_dataset
 from rich.console import Console
 from show_results import Results, samples_markdown, show_results
+from training_runs import (
+    CONFIG,
+    DATA,
+    KILLED_STEP,
+    LAUNCH_FILE,
+    LOGS,
+    NUM_COMPARED_STEPS,
+    NUM_STEPS,
+    OUTPUT,
+    resumed_run,
+    sharded_run,
+    train_in_one_process,
+    train_until_killed,
+)
 
-OUTPUT = Path("runs/demo")
-DATA = OUTPUT / "data"
-LOGS = OUTPUT / "logs"
-LAUNCH_FILE = Path("configs/demo/fsdp_2cpu.yaml")
-CONFIG = Path("configs/demo/smollm2_lora.yaml")
 PACKAGES = ("hf-fsdp", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "wandb")
 NUM_TRAINING_ROWS, NUM_HELD_OUT_ROWS = 320, 32
-NUM_STEPS = 16
-NUM_COMPARED_STEPS = 6
-FULL_OVERRIDES = {"use_peft": "false", "learning_rate": "5.0e-5"}
 
 console = Console(highlight=False)
 began = time.monotonic()
@@ -73,56 +80,42 @@ def run_step(script: str, arguments: Sequence[str], num_processes: int = 1) -> N
         raise SystemExit(f"{tail(log)}\nerror: {script} failed (exit {finished.returncode}); all of it: {log}")
 
 
-def train_sharded(model: Path, full: bool) -> list[Record]:
-    """Train with two sharded processes, showing what the recipe shows."""
-    overrides = {"model_name_or_path": str(model), "max_steps": str(NUM_STEPS), **(FULL_OVERRIDES if full else {})}
-    run = TrainingRun(
-        num_processes=2,
-        launch_file=LAUNCH_FILE,
-        config=CONFIG,
-        overrides=overrides,
-        output_dir=OUTPUT,
-        num_steps=NUM_STEPS,
-        log=LOGS / "sharded.log",
-    )
-    return run_training(run, show_output=True)
+def run_command(*words: str) -> None:
+    """Run the `hf-fsdp` command as a person would, showing it and what it prints.
+
+    Raises:
+        SystemExit: it failed; the end of its log is shown.
+    """
+    print(f"$ hf-fsdp {' '.join(words)}", flush=True)
+    log = LOGS / f"{words[1]}.log"
+    with log.open("w", encoding="utf-8") as stream:
+        finished = subprocess.run([sys.executable, "-m", "hf_fsdp", *words], stderr=stream, env=training_environment(1))
+    if finished.returncode != 0:
+        raise SystemExit(f"{tail(log)}\nerror: hf-fsdp {words[1]} failed (exit {finished.returncode})")
 
 
-def train_in_one_process(model: Path, full: bool) -> list[Record]:
-    """Train the first steps of the same run in one process, without evaluating and without W&B."""
-    overrides = {
-        "model_name_or_path": str(model),
-        "max_steps": str(NUM_COMPARED_STEPS),
-        "eval_on_start": "false",
-        "eval_file": "",
-        "report_to": "none",
-        "print_examples": "0",
-        **(FULL_OVERRIDES if full else {}),
-    }
-    run = TrainingRun(
-        num_processes=1,
-        launch_file=LAUNCH_FILE,
-        config=CONFIG,
-        overrides=overrides,
-        output_dir=OUTPUT / "one_process",
-        num_steps=NUM_COMPARED_STEPS,
-        log=LOGS / "one_process.log",
-    )
-    return run_training(run, show_output=False)
+def export_checkpoint(full: bool) -> None:
+    """Write the last checkpoint as one whole model, LoRA weights merged in."""
+    flags = () if full else ("--merge-lora",)
+    run_command("checkpoint", "export", str(OUTPUT / f"checkpoint-{NUM_STEPS}"), "-o", str(OUTPUT / "model"), *flags)
 
 
 def show_next_commands(model: Path) -> None:
     """Print what the run left and what to type next: with your own data here, then on GPUs."""
     stage("what is there now, and what to do next")
-    offline_runs = sorted((OUTPUT / "wandb").glob("offline-run-*"))
+    offline_runs = list((OUTPUT / "wandb").glob("offline-run-*"))
     lines = [
-        f"{OUTPUT}/resolved_config.yaml, audit.json, metrics.jsonl, samples.md, results.json",
+        f"{OUTPUT}/resolved_config.yaml, audit.json, metrics.jsonl, metrics_killed.jsonl, samples.md, results.json",
         f"{OUTPUT}/model loads by itself: AutoModelForCausalLM.from_pretrained('{OUTPUT}/model')",
-        f"wandb sync {offline_runs[-1]}" if offline_runs else "(no W&B run was recorded)",
         f"source {os.path.relpath(sys.prefix)}/bin/activate      # then:",
+        f"wandb sync {OUTPUT}/wandb/offline-run-*      # two runs: the killed launch, and the one that went on"
+        if offline_runs
+        else "(no W&B run was recorded)",
+        f"hf-fsdp checkpoint inspect {OUTPUT}",
         f"accelerate launch --config_file {LAUNCH_FILE} {RECIPE} {CONFIG} \\\n"
         f"      --model_name_or_path {model} --dataset_name YOUR.jsonl --eval_file '' --eval_fraction 0.1 \\\n"
         "      --output_dir runs/mine",
+        "hf-fsdp checkpoint export runs/mine -o runs/mine/model --merge-lora      # the newest committed checkpoint",
         "# with GPUs:",
         "hf-fsdp config llama-2-7b --gpus 8 --method lora -o fsdp.yaml",
         "accelerate launch --config_file fsdp.yaml recipes/text/train.py configs/train/llama2_7b_lora.yaml",
@@ -132,7 +125,7 @@ def show_next_commands(model: Path) -> None:
         print(f"  {line}")
 
 
-def read_results(single: list[Record], sharded: list[Record]) -> Results:
+def read_results(single: list[Record], resume: Resume) -> Results:
     """Return all results, from the files that the parts wrote."""
 
     def read(name: str) -> Record:
@@ -140,7 +133,8 @@ def read_results(single: list[Record], sharded: list[Record]) -> Results:
 
     return Results(
         single=single,
-        sharded=sharded,
+        sharded=resume.resumed,
+        resume=resume,
         audit=read("audit.json"),
         stock=read("compare_stock.json"),
         samples=json.loads((OUTPUT / "samples.json").read_text(encoding="utf-8")),
@@ -158,19 +152,27 @@ def main() -> None:
     model = fetch_model.fetch(fetch_model.cache_folder())
     train_file, held_out_file = make_dataset(DATA, NUM_TRAINING_ROWS, NUM_HELD_OUT_ROWS)
 
-    stage(f"{'all weights' if full else 'LoRA'}, two sharded processes: examples with their loss mask, audit, training")
-    sharded = train_sharded(model, full)
+    what = "all weights" if full else "LoRA"
+    stage(f"{what}, two sharded processes: examples with their loss mask, audit, training, and a kill in a save")
+    run = sharded_run(model, full)
+    left, killed = train_until_killed(run)
+    run_command("checkpoint", "list", str(OUTPUT))
+    stage("the same command with --resume_from_checkpoint true --eval_on_start false")
+    resumed = run_training(resumed_run(run), show_resume)
+    resume = Resume(killed=killed, resumed=resumed, resumed_from=left.resumable_step, killed_at=KILLED_STEP)
     stage(f"the same run's first {NUM_COMPARED_STEPS} steps in one process, not sharded")
     single = train_in_one_process(model, full)
     stage("Accelerate alone on the same model")
     files = {"model": model, "data": train_file, "output": OUTPUT / "compare_stock.json"}
     run_step("compare_stock.py", _flags(files), num_processes=2)
-    stage("samples from the base model and from the trained folder")
-    files = {"base": model, "trained": OUTPUT / "final", "model": OUTPUT / "model"}
+    stage("the last checkpoint as a folder for from_pretrained, and samples from it and from the base model")
+    run_command("checkpoint", "verify", str(OUTPUT))
+    export_checkpoint(full)
+    files = {"base": model, "model": OUTPUT / "model"}
     run_step("generate_samples.py", _flags({**files, "data": held_out_file, "output": OUTPUT / "samples.json"}))
 
     stage("results")
-    results = read_results(single, sharded)
+    results = read_results(single, resume)
     show_results(results, console)
     (OUTPUT / "samples.md").write_text(samples_markdown(results), encoding="utf-8")
     (OUTPUT / "results.json").write_text(json.dumps(results.to_mapping(), indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from killed_save import Resume
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +22,7 @@ class Results:
 
     Args:
         single, sharded: metrics.jsonl of the run in one process and of the sharded run.
+        resume: what the sharded run computed before it was killed in a save, and after it went on.
         audit: audit.json of the sharded run.
         stock: what compare_stock.py wrote.
         samples: what generate_samples.py wrote.
@@ -28,6 +30,7 @@ class Results:
 
     single: Sequence[Record]
     sharded: Sequence[Record]
+    resume: Resume
     audit: Record
     stock: Record
     samples: Sequence[Record]
@@ -63,6 +66,7 @@ class Results:
             "sharded_share": {"stock": stock_share, "ours": our_share},
             "gradient_error": dict(self.stock["gradient_error"]),
             "held_out_loss": {"before": before, "after": after},
+            "killed_save": self.resume.to_mapping(),
         }
 
     def unmet_claims(self) -> list[str]:
@@ -75,13 +79,16 @@ class Results:
             "our checkpointing changes gradients": self.stock["gradient_error"]["ours"] <= 1e-6,
             "the held-out loss did not fall": after < before,
         }
-        return [claim for claim, holds in claims.items() if not holds]
+        return [claim for claim, holds in claims.items() if not holds] + self.resume.unmet_claims()
 
 
 def show_results(results: Results, console: Console) -> None:
-    """Print the tables: losses side by side, stock against ours, held-out loss, samples."""
+    """Print the tables: losses side by side, killed against resumed, stock against ours, held-out loss, samples."""
     console.print(_loss_table(results))
     console.print(f"largest difference: {results.largest_loss_difference():.2e}\n")
+    console.print(_resume_table(results.resume))
+    same = "equal to the bit" if not results.resume.unmet_claims() else "NOT EQUAL"
+    console.print(f"losses, gradient norms and learning rates computed twice: {same}\n")
     console.print(_stock_table(results))
     before, after = results.held_out()
     console.print(f"\nheld-out loss (modules of which training saw nothing): before {before:.3f}, after {after:.3f}\n")
@@ -95,6 +102,17 @@ def _loss_table(results: Results) -> Table:
         table.add_column(heading, justify="right")
     for step, one, two in results.losses():
         table.add_row(str(step), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
+    return table
+
+
+def _resume_table(resume: Resume) -> Table:
+    title = f"killed in the save of step {resume.killed_at}, resumed from checkpoint-{resume.resumed_from}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("step", "loss", "computed again", "gradient norm", "computed again"):
+        table.add_column(heading, justify="right")
+    for one, two in resume.pairs():
+        numbers = [f"{record[name]:.8f}" for name in ("loss", "grad_norm") for record in (one, two)]
+        table.add_row(str(one["step"]), *numbers)
     return table
 
 

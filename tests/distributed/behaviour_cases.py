@@ -379,7 +379,7 @@ def odd_structures(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-# -- saving and resuming ----------------------------------------------------------------------------------------------
+# -- saving -----------------------------------------------------------------------------------------------------------
 
 
 def _save(format: str, save_dtype: str, load_dtype: str, method: str) -> Any:
@@ -422,28 +422,6 @@ def _save(format: str, save_dtype: str, load_dtype: str, method: str) -> Any:
                 "num_trained": len(trained),
                 "files": sorted(os.listdir(f"{folder}/final")),
             }
-
-    return case
-
-
-def _resume(format: str) -> Any:
-    """Stop after 2 of 4 steps and resume: the curve of the uninterrupted run."""
-
-    def case(rank: int, world_size: int) -> dict[str, Any]:
-        config = FSDPConfig(precision="fp32", checkpoint=format, activation_checkpointing="full")
-        run = Run(method="lora", dropout=0.1)
-        with workspace() as folder:
-            whole_run = make_trainer(f"{folder}/a", config, model=build_run_model(run), max_steps=4)
-            whole_run.train()
-            expected = losses_of(whole_run)
-        with workspace() as folder:
-            first = make_trainer(
-                folder, config, model=build_run_model(run), max_steps=4, save_strategy="steps", save_steps=2
-            )
-            first.train()
-            second = make_trainer(folder, config, model=build_run_model(run), max_steps=4)
-            second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-            return {"expected": expected, "resumed": losses_of(second)}
 
     return case
 
@@ -631,6 +609,8 @@ _OFF = FSDPConfig(precision="fp32", activation_checkpointing="none")
 REFUSALS = {
     "full_eval": _refused({}, bf16_full_eval=True),
     "auto_find_batch_size": _refused({}, auto_find_batch_size=True),
+    "jit_checkpoint": _refused({}, enable_jit_checkpoint=True),
+    "save_on_each_node": _refused({}, save_on_each_node=True),
     "config_without_fsdp": _refused({}, config=None, fsdp_config={"version": 2}),
     "callback_without_fsdp": _refused({}, config=None),
     "plugin_checkpointing": _refused(
@@ -687,8 +667,6 @@ CASES = {
     "save_full": _save("full", "auto", "bfloat16", "full"),
     "save_sharded": _save("sharded", "float32", "bfloat16", "full"),
     "save_lora_sharded": _save("sharded", "auto", "bfloat16", "lora"),
-    "resume_full": _resume("full"),
-    "resume_sharded": _resume("sharded"),
     "nan_loss_at_first_step": _nan_loss(1),
     "nan_loss_later": _nan_loss(3),
     **REFUSALS,

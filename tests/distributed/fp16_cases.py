@@ -179,50 +179,6 @@ def _typed_in_training_arguments(rank: int, world_size: int) -> dict[str, Any]:
         }
 
 
-def _resume(format: str) -> Callable[[int, int], Any]:
-    """Stop after 3 of 6 steps and resume: weights and scales of the uninterrupted run, growth of the scale included."""
-
-    def case(rank: int, world_size: int) -> dict[str, Any]:
-        import torch.distributed as dist
-
-        from tests.distributed.harness import forget_accelerate
-
-        shared = [tempfile.mkdtemp() if rank == 0 else ""]
-        dist.broadcast_object_list(shared)
-
-        def build(output: str) -> tuple[Trainer, _Overflow]:
-            config = FSDPConfig(precision="fp16-mixed", checkpoint=format)
-            watch = _Overflow(rank, bad_steps=())
-            quiet = {**QUIET_ARGUMENTS, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-            arguments = TrainingArguments(
-                f"{shared[0]}/{output}", **quiet, per_device_train_batch_size=4, **config.trainer_kwargs()
-            )
-            trainer = watch.trainer = Trainer(
-                model=build_model("llama", tied=False),
-                args=arguments,
-                train_dataset=build_dataset(),
-                callbacks=[FSDPCallback(), watch],
-            )
-            trainer.accelerator.scaler_handler = GradScalerKwargs(init_scale=1024.0, growth_interval=2)
-            return trainer, watch
-
-        first, watched = build("first")
-        first.train()
-        expected = torch.cat([whole(parameter).flatten() for parameter in first.model.parameters()])
-        forget_accelerate()
-        second, rewatched = build("second")
-        second.train(resume_from_checkpoint=f"{shared[0]}/first/checkpoint-3")
-        resumed = torch.cat([whole(parameter).flatten() for parameter in second.model.parameters()])
-        dist.barrier()
-        return {
-            "equal": torch.equal(expected, resumed),
-            "expected": watched.scales[3:],
-            "scales": rewatched.scales,
-        }
-
-    return case
-
-
 def _loop_on_nan(rank: int, world_size: int) -> dict[str, Any]:
     """A plain loop on a model that holds a NaN: it must not skip for ever without a word."""
     from hf_fsdp import build_accelerator
@@ -246,8 +202,6 @@ def _loop_on_nan(rank: int, world_size: int) -> dict[str, Any]:
 
 
 CASES = {
-    "resume_full": _resume("full"),
-    "resume_sharded": _resume("sharded"),
     "loop_on_nan": _loop_on_nan,
     "fp32": _plain("fp32", 0.0),
     "fp16": _plain("fp16-mixed", 0.0),

@@ -369,26 +369,6 @@ def saved_base_in_4_bits(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def _resume(format: str) -> Callable[[int, int], Any]:
-    """Stop after 2 of 4 steps and resume: weights and losses of the uninterrupted run."""
-
-    def case(rank: int, world_size: int) -> dict[str, Any]:
-        with workspace() as folder:
-            saving = {"save_strategy": "steps", "save_steps": 2, "checkpoint": format, "precision": "bf16-mixed"}
-            model = build_qlora(BF16, double=True)
-            first = build_trainer(f"{folder}/run", world_size, model=model, **saving)
-            first.train()
-            expected = results(first)
-            files = sorted(os.listdir(f"{folder}/run/checkpoint-2"))
-            forget_accelerate()
-            model = build_qlora(BF16, double=True)
-            second = build_trainer(f"{folder}/again", world_size, model=model, **saving)
-            second.train(resume_from_checkpoint=f"{folder}/run/checkpoint-2")
-            return {"expected": expected, "resumed": results(second), "files": files}
-
-    return case
-
-
 # -- initial state, audit, TRL ----------------------------------------------------------------------------------------
 
 
@@ -497,8 +477,6 @@ WRITTEN = {
 CASES: dict[str, Callable[[int, int], Any]] = {
     **PARITY,
     **WRITTEN,
-    "resume_full": _resume("full"),
-    "resume_sharded": _resume("sharded"),
     **{
         case.__name__: case
         for case in (

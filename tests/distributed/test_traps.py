@@ -74,8 +74,9 @@ def test_looking_at_the_model_during_a_step_changes_no_number(two: dict[str, Out
 
 def test_the_checkpoint_format_is_the_configs(two: dict[str, Outcome]) -> None:
     for rank in ranks(two, "checkpoint_format_is_the_configs"):
-        assert "pytorch_model_fsdp.bin" in rank["full"] and "pytorch_model_fsdp_0" not in rank["full"]
-        assert "pytorch_model_fsdp_0" in rank["sharded"] and "pytorch_model_fsdp.bin" not in rank["sharded"]
+        assert "model.safetensors" in rank["full"] and "model.safetensors" not in rank["sharded"]
+        shards = {name for name in rank["sharded"] if name.startswith("model/")}
+        assert len(shards) == 2 and not shards & set(rank["full"])
 
 
 @pytest.mark.parametrize(

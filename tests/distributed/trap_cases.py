@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_fsdp import FSDPCallback, FSDPConfig, apply_fsdp
-from hf_fsdp.sharding import gather
+from hf_fsdp.sharding import outcome
 from hf_fsdp.torch_private import GROUPS_CAST_EACH_MODULE
 from tests.distributed.behaviour_cases import (
     FP32,
@@ -40,6 +40,7 @@ from tests.distributed.behaviour_cases import (
     workspace,
 )
 from tests.distributed.harness import forget_accelerate
+from tests.distributed.resume_compare import files_of
 from tests.distributed.tiny_models import CONFIGS, build_model, build_t5
 from tests.distributed.training import Run, build_dataset, build_run_model, train, whole
 
@@ -208,7 +209,7 @@ def checkpoint_format_is_the_configs(rank: int, world_size: int) -> dict[str, An
             )
             trainer.train()
             dist.barrier()
-            found[format] = sorted(os.listdir(f"{folder}/checkpoint-3"))
+            found[format] = files_of(f"{folder}/checkpoint-3")
         forget_accelerate()
     return found
 
@@ -262,11 +263,14 @@ def save_pretrained_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
 
     model = build_model("llama", tied=False)
     apply_fsdp(model, FP32)
-    gather.ENTRY_TIMEOUT = timedelta(seconds=2)
+    before, outcome.ENTRY_TIMEOUT = outcome.ENTRY_TIMEOUT, timedelta(seconds=2)
     error = ""
-    with workspace() as folder:
-        if rank == 0:
-            error = _error(lambda: model.save_pretrained(f"{folder}/saved"))
+    try:
+        with workspace() as folder:
+            if rank == 0:
+                error = _error(lambda: model.save_pretrained(f"{folder}/saved"))
+    finally:
+        outcome.ENTRY_TIMEOUT = before
     return {"error": error}
 
 

@@ -126,8 +126,9 @@ def test_the_final_folder_loads_and_generates_with_the_published_template(work: 
 
 def test_two_sharded_processes_give_the_losses_of_one(work: Path, single: str) -> None:
     output = _train(
-        work, "run.yaml", "--output-dir", "sharded", "--require_sharding", "--report_to", "wandb", processes=2
-    )
+        work, "run.yaml", "--output-dir", "sharded", "--require_sharding", "--report_to", "wandb",
+        "--save_strategy", "steps", "--save_steps", "2", processes=2,
+    )  # fmt: skip
     assert "FSDP audit" in output
     assert (work / "sharded" / "audit.json").is_file()
     (run,) = (work / "sharded" / "wandb").glob("offline-run-*")
@@ -147,6 +148,20 @@ def test_two_sharded_processes_give_the_losses_of_one(work: Path, single: str) -
     for name, weight in weights[0].items():
         # AdamW turns a gradient that is truly zero plus noise into a whole step, so the bar is on the tensor.
         assert (weight - weights[1][name]).norm() <= 1e-3 * weight.norm(), name
+
+
+def test_one_process_goes_on_where_two_were_cut_off(work: Path, single: str) -> None:
+    """Two processes saved steps 2 and 4; the later one is made one that was never committed."""
+    folder = work / "sharded"
+    (folder / "checkpoint-4" / "manifest.json").unlink()
+    output = _train(
+        work, "run.yaml", "--output_dir", "sharded", "--resume_from_checkpoint", "true", "--report_to", "none"
+    )
+    assert "resume: checkpoint-4 is skipped: incomplete: it has no manifest.json" in output
+    assert "resume: sharded/checkpoint-2 (step 2)" in output
+    # The file of metrics goes on too: steps 1 and 2 are those of the first launch.
+    assert _losses(folder) == pytest.approx(_losses(work / "single"), rel=1e-5)
+    assert [line["step"] for line in _metrics(folder) if "loss" in line] == [1, 2, 3, 4]
 
 
 def test_the_resolved_config_starts_the_same_run_again(work: Path, single: str) -> None:

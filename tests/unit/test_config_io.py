@@ -57,7 +57,7 @@ fsdp:
   sharding:
     reshard: true
     dp_replicate_size: none
-  checkpoint: {async_save: true}
+  checkpoint: {grace_seconds: soon}
 """
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match="^6 problems") as caught:

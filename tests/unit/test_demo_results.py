@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import re
 from typing import Any
 
 import pytest
+from killed_save import Resume
 from rich.console import Console
 from show_results import Results, samples_markdown, show_results
+
+
+def build_resume(*, loss_again: float) -> Resume:
+    kept = [{"step": 1, "seconds": 1.0, "loss": 3.0}]
+    again = [
+        {"step": 2, "seconds": seconds, "loss": loss, "grad_norm": 1.5, "learning_rate": 0.001}
+        for seconds, loss in ((2.0, 2.000002), (2.5, loss_again))
+    ]
+    return Resume(killed=[*kept, again[0]], resumed=[*kept, again[1]], resumed_from=1, killed_at=2)
 
 
 def build_results(**changes: Any) -> Results:
@@ -22,6 +33,7 @@ def build_results(**changes: Any) -> Results:
             {"step": 3, "loss": 1.5},
             {"step": 3, "eval_loss": 2.5},
         ],
+        resume=build_resume(loss_again=2.000002),
         audit={"num_parameters": 100, "num_sharded": 100},
         stock={
             "stock_sharding": {"num_parameters": 100, "num_sharded": 0, "wrapped_as": "DistributedDataParallel"},
@@ -84,3 +96,26 @@ def test_checkpointing_of_ours_that_changes_gradients_is_named():
     stock = build_results().stock
     worse = {**stock, "gradient_error": {"stock": 0.25, "ours": 0.01}}
     assert build_results(stock=worse).unmet_claims() == ["our checkpointing changes gradients"]
+
+
+def test_steps_computed_twice_are_shown_and_written_down():
+    results = build_results()
+    text = rendered(results)
+    assert "killed in the save of step 2, resumed from checkpoint-1" in text
+    assert text.count("2.00000200") == 2
+    assert "computed twice: equal to the bit" in text
+    assert results.to_mapping()["killed_save"] == {
+        "killed_in_the_save_of_step": 2,
+        "resumed_from_step": 1,
+        "steps": [
+            {"step": 2, "loss": [2.000002, 2.000002], "grad_norm": [1.5, 1.5], "learning_rate": [0.001, 0.001]},
+        ],
+        "equal_to_the_bit": True,
+    }
+
+
+def test_a_resumed_curve_that_differs_by_a_bit_fails_the_demo():
+    loss_again = math.nextafter(2.000002, 3.0)
+    results = build_results(resume=build_resume(loss_again=loss_again))
+    assert results.unmet_claims() == [f"step 2 has loss 2.000002 before the kill and {loss_again!r} after the resume"]
+    assert "computed twice: NOT EQUAL" in rendered(results)

@@ -24,6 +24,7 @@ EXPORTS = {
     "SamplesCallback": "hf_fsdp.integrations.samples",
     "apply_fsdp": "hf_fsdp.sharding.apply",
     "build_accelerator": "hf_fsdp.integrations.plain_loop",
+    "load_sharded": "hf_fsdp.checkpoint.start",
 }
 PUBLIC_FOR_RECIPES = frozenset({"hf_fsdp", "hf_fsdp.data"})
 

@@ -368,6 +368,7 @@ def test_the_callback_handler_hands_over_model_and_optimizer() -> None:
 def test_the_training_arguments_that_are_read_exist() -> None:
     names = set(TrainingArguments.__dataclass_fields__)
     needed = {"bf16", "fp16", "fsdp", "fsdp_config", "fp16_full_eval", "bf16_full_eval", "auto_find_batch_size"}
+    needed |= {"enable_jit_checkpoint", "save_on_each_node", "save_only_model", "save_total_limit"}
     assert needed <= names, f"integrations.trainer reads TrainingArguments.{needed - names}"
     assert {"activation_checkpointing", "gradient_checkpointing"} & names, (
         "integrations.trainer.checkpointing_is_on knows Trainer's switch by neither of its names"

@@ -1,0 +1,14 @@
+"""The names of a checkpoint's JSON files."""
+
+from __future__ import annotations
+
+GROUPS_FILE = "optimizer/groups.json"
+SCHEDULER_FILE = "state/scheduler.json"
+SCALER_FILE = "state/scaler.json"
+DATA_FILE = "state/data.json"
+ARGUMENTS_FILE = "state/training_arguments.json"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the document of one rank: its random generators and its running loss."""
+    return f"state/rank-{rank:05d}.json"

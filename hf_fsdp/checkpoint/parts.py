@@ -1,0 +1,117 @@
+"""Which part of a tensor this rank holds, and whether this rank is the one that writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hf_fsdp.errors import CheckpointError
+from hf_fsdp.sharding.mesh import rank
+from hf_fsdp.storage.safetensors_file import TensorEntry, TensorToWrite
+from hf_fsdp.storage.tensor_source import TensorInfo
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where this rank's part of a tensor lies in the whole one."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """This rank's part of the tensor `name`, ready to be written."""
+
+    name: str
+    box: Box
+    tensor: torch.Tensor
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.tensor.dtype, self.box.whole_shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def to_write(self) -> TensorToWrite:
+        return TensorToWrite(
+            name=self.name,
+            dtype=self.tensor.dtype,
+            shape=self.box.shape,
+            read=lambda: self.tensor,
+            offsets=self.box.offsets,
+            whole_shape=self.box.whole_shape,
+        )
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """Return where `tensor`'s local part lies; a plain tensor is its own whole.
+
+    Raises:
+        CheckpointError: the tensor is laid out in a way that FSDP does not make (partial sums, strided shards).
+    """
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+    if not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
+        raise CheckpointError(
+            f"a tensor is laid out as {tensor.placements}, which checkpoints do not know",
+            fix="save with plain or hybrid FSDP2 sharding",
+        )
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape = tuple(shape)
+    # Torch places an empty part at the end or beyond; any offset inside will do.
+    offsets = tuple(offsets) if math.prod(shape) else (0,) * len(shape)
+    return Box(offsets, shape, tuple(tensor.shape))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values, without gradients."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_writer(tensor: torch.Tensor, index: int) -> bool:
+    """Return whether this rank writes its part of the `index`-th tensor: of equal copies one is written.
+
+    Copies take turns by `index`, so that all of them write in parallel. Plain tensors are the same on every rank
+    and small, and rank 0 writes them.
+    """
+    if not isinstance(tensor, DTensor):
+        return rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    mine = math.prod(local_box(tensor).shape)
+    if tensor.numel() == 0:  # nobody has values; one rank writes the name
+        return rank() == 0
+    return mine > 0 and all(
+        coordinate[axis] == index % tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Replicate)
+    )
+
+
+def local_parts(tensors: Mapping[str, torch.Tensor]) -> list[LocalPart]:
+    """Return the parts that this rank writes of `tensors`, which are the same on all ranks and in the same order."""
+    return [
+        LocalPart(name, local_box(tensor), local_tensor(tensor))
+        for index, (name, tensor) in enumerate(tensors.items())
+        if is_writer(tensor, index)
+    ]
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """Return the whole tensors' dtypes and shapes."""
+    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def to_entry(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> TensorEntry:
+    """Return a part that another rank described; which bytes of its file hold it is of no interest."""
+    return TensorEntry(name, getattr(torch, dtype), tuple(shape), tuple(offsets), 0, 0)

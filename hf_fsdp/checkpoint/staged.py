@@ -1,0 +1,69 @@
+"""A save between the moment its content is fixed and its commit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_fsdp.checkpoint.commit import Rotation
+from hf_fsdp.checkpoint.find import staging_folder
+from hf_fsdp.checkpoint.manifest import Manifest
+from hf_fsdp.sharding.mesh import rank
+from hf_fsdp.storage.safetensors_file import TensorToWrite
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file that this rank will write."""
+
+    name: str
+    tensors: tuple[TensorToWrite, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass
+class StagedSave:
+    """A save of which everything that changes with training is collected."""
+
+    output_dir: Path
+    manifest: Manifest
+    files: list[SafetensorsFile]
+    documents: dict[str, bytes]
+    keep: Rotation
+    began: float
+    attempt: str
+
+    @property
+    def folder(self) -> Path:
+        return staging_folder(self.output_dir, self.manifest.step)
+
+    @property
+    def action(self) -> str:
+        return f"save checkpoint-{self.manifest.step}"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was committed."""
+
+    path: Path
+    manifest: Manifest
+    seconds: float
+    lines: tuple[str, ...] = ()
+
+
+@contextmanager
+def cleaned_up(staged: StagedSave) -> Iterator[None]:
+    """Remove the staging folder when the save fails: the space it took may be what is missing."""
+    try:
+        yield
+    except Exception:
+        if rank() == 0:
+            shutil.rmtree(staged.folder, ignore_errors=True)
+        raise

@@ -1,0 +1,113 @@
+"""What a Trainer's checkpoint holds beside tensors: documents of every rank, and what `from_pretrained` wants."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from hf_fsdp.checkpoint.documents import ARGUMENTS_FILE, DATA_FILE, SCALER_FILE, SCHEDULER_FILE, rank_file
+from hf_fsdp.checkpoint.find import TRAINER_STATE_FILE
+from hf_fsdp.checkpoint.json_state import encode_state
+from hf_fsdp.checkpoint.random_state import read_random_state
+from hf_fsdp.integrations.data_position import read_data_position
+from hf_fsdp.sharding.adapters import DEFAULT_FOLDER, adapter_keys, is_peft_model
+from hf_fsdp.storage.files import json_bytes
+
+
+def build_documents(trainer: Trainer) -> dict[str, bytes]:
+    """Return what this rank adds to a checkpoint, as JSON.
+
+    It is small, so it also goes into a checkpoint without the optimizer: a run that goes on from that with a fresh one
+    keeps its schedule.
+    """
+    args = trainer.args
+    documents: dict[str, Any] = {
+        rank_file(args.process_index): {
+            "random": read_random_state(),
+            "running_loss": {
+                "since_last_log": float(trainer._tr_loss),
+                "last_logged_step": trainer._globalstep_last_logged,
+            },
+        }
+    }
+    if args.process_index == 0:
+        update_callback_state(trainer)
+        documents[TRAINER_STATE_FILE] = dataclasses.asdict(trainer.state)
+        documents[DATA_FILE] = read_data_position(trainer)
+        documents[ARGUMENTS_FILE] = json.loads(args.to_json_string())
+        documents[SCHEDULER_FILE] = encode_state(trainer.lr_scheduler.state_dict(), "the scheduler")
+        if (scaler := trainer.accelerator.scaler) is not None:
+            documents[SCALER_FILE] = encode_state(scaler.state_dict(), "the scaler")
+    return {name: json_bytes(content) for name, content in documents.items()}
+
+
+def update_callback_state(trainer: Trainer) -> None:
+    """Bring the state of callbacks (early stopping, control) in Trainer's state up to date, as Trainer does."""
+    fresh: dict[str, list[Any]] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            fresh.setdefault(type(callback).__name__, []).append(callback.state())
+    for name, states in fresh.items():
+        trainer.state.stateful_callbacks[name] = states if len(states) > 1 else states[0]
+
+
+def write_model_files(trainer: Trainer, folder: Path) -> None:
+    """Write config, generation config, tokenizer, processor and adapter configs; on rank 0."""
+    model: Any = trainer.model
+    if is_peft_model(model):
+        for adapter in adapter_keys(model):
+            name = "default" if adapter == DEFAULT_FOLDER else adapter
+            config = model.peft_config[name]
+            is_inference, config.inference_mode = config.inference_mode, True
+            try:
+                config.save_pretrained(folder / adapter)
+            finally:
+                config.inference_mode = is_inference
+    elif (config := getattr(model, "config", None)) is not None and hasattr(config, "save_pretrained"):
+        architectures, config.architectures = config.architectures, [type(model).__name__]
+        try:
+            config.save_pretrained(folder)
+        finally:
+            config.architectures = architectures
+        if getattr(model, "generation_config", None) is not None and model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processor is not None:
+        processor.save_pretrained(folder)
+
+
+def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any], *, is_fresh: bool) -> None:
+    """Go on in the learning rate schedule.
+
+    Args:
+        scheduler: of this run.
+        optimizer: whose learning rates it sets.
+        saved: the state of the scheduler before.
+        is_fresh: whether the optimizer is: then only the place in the schedule is the saved one, and this run's
+            learning rates go on from it, over its own groups.
+    """
+    while isinstance(inner := getattr(scheduler, "scheduler", None), LRScheduler):  # Accelerate's around torch's
+        scheduler = inner
+    if is_fresh and isinstance(scheduler, LambdaLR):
+        own = scheduler.state_dict()
+        place = int(saved.get("last_epoch", 0))
+        rates = [base * scale(place) for base, scale in zip(own["base_lrs"], scheduler.lr_lambdas, strict=True)]
+        saved = {**saved, **{key: own[key] for key in ("base_lrs", "lr_lambdas")}, "_last_lr": rates}
+    scheduler.load_state_dict(saved)
+    if is_fresh:
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=False):
+            group["lr"] = rate
+
+
+def restore_running_loss(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Let the first log after a resume average over the steps since the last log before it, as without a break."""
+    trainer._tr_loss = torch.tensor(saved["since_last_log"], device=trainer.args.device)
+    trainer._globalstep_last_logged = int(saved["last_logged_step"])

@@ -1,0 +1,146 @@
+"""Saving a Trainer's checkpoints: what its seams call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from hf_fsdp.checkpoint.background import BackgroundSave
+from hf_fsdp.checkpoint.commit import Rotation
+from hf_fsdp.checkpoint.find import checkpoint_folder
+from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, MODEL_ONLY
+from hf_fsdp.checkpoint.save import SaveRequest, begin_save
+from hf_fsdp.checkpoint.self_test import test_saving
+from hf_fsdp.checkpoint.staged import SavedCheckpoint
+from hf_fsdp.checkpoint.write import finish_save
+from hf_fsdp.config.schema import CheckpointConfig
+from hf_fsdp.integrations.checkpoint_files import build_documents, write_model_files
+from hf_fsdp.integrations.optimizers import raw_optimizer
+from hf_fsdp.integrations.preemption import Preemption
+from hf_fsdp.integrations.resume import Resume
+from hf_fsdp.sharding.mesh import agree_all
+from hf_fsdp.sharding.outcome import agreed, wait_for_all_ranks
+from hf_fsdp.units import format_bytes
+
+# What AdamW keeps for a trained parameter, in its dtype; other optimizers keep less.
+ADAM_STATES = 2
+
+
+class Checkpoints:
+    """Saves one Trainer's run; `FSDPCallback` has one as `checkpoints`, where the seams find it."""
+
+    def __init__(self, say: Callable[..., None], preemption: Preemption):
+        self.config = CheckpointConfig()
+        self.resume = Resume(say)
+        self._say = say
+        self._preemption = preemption
+        self._background = BackgroundSave()
+        self._after_commit: Callable[[Path], None] | None = None
+        self._tested: weakref.ref[Any] | None = None
+        preemption.before_leaving.append(self.finish)
+
+    def use(self, config: CheckpointConfig) -> None:
+        """Take the settings in force."""
+        self.config = self.resume.config = config
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, trainer: Trainer, trial: Any, after_commit: Callable[[Path], None] | None = None) -> None:
+        """Save the step that a Trainer is at; collective.
+
+        Args:
+            trainer: between two steps.
+            trial: of a hyperparameter search, which has a folder of its own.
+            after_commit: called on all ranks with the folder of the checkpoint, once it is committed.
+
+        Raises:
+            CheckpointError: on all ranks alike: this save, or the one before it behind training, failed.
+        """
+        wait_for_all_ranks(f"save checkpoint-{trainer.state.global_step}")
+        self.finish()
+        args, state = trainer.args, trainer.state
+        output_dir, step = Path(trainer._get_output_dir(trial=trial)), state.global_step
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        best = self._update_best(trainer, output_dir)
+        whole = not args.save_only_model
+        action = f"save checkpoint-{step}"
+        staged = begin_save(
+            SaveRequest(
+                output_dir=output_dir,
+                step=step,
+                model=trainer.model,
+                optimizer=raw_optimizer(trainer.optimizer) if whole else None,
+                documents=agreed(action, lambda: build_documents(trainer)),
+                write_extras=lambda folder: write_model_files(trainer, folder),
+                format=self.config.format,
+                keep=Rotation(args.save_total_limit, best),
+            ),
+            copy_into=self._background.buffers if self.config.async_save else None,
+        )
+        if self.config.async_save:
+            self._after_commit = after_commit
+            self._background.start(staged)
+            return
+        self._committed(finish_save(staged))
+        if after_commit is not None:
+            after_commit(checkpoint_folder(output_dir, step))
+
+    def _update_best(self, trainer: Trainer, output_dir: Path) -> Path | None:
+        """Keep Trainer's record of the best checkpoint: the one that is being saved counts."""
+        state, strategy = trainer.state, trainer.args.save_strategy
+        if strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
+            folder = checkpoint_folder(output_dir, state.best_global_step)
+            exists = agree_all((folder / MANIFEST_FILE).is_file())[0]
+            if state.best_global_step == state.global_step or exists:
+                state.best_model_checkpoint = str(folder)
+        return Path(state.best_model_checkpoint) if state.best_model_checkpoint is not None else None
+
+    def _committed(self, saved: SavedCheckpoint | None) -> None:
+        if saved is None:
+            return
+        if saved.manifest.content != MODEL_ONLY:
+            self._preemption.record_save(saved.seconds)
+        what = "the model only" if saved.manifest.content == MODEL_ONLY else "whole"
+        self._say(
+            f"{saved.path.name} is committed ({what}): {format_bytes(saved.manifest.num_bytes)} "
+            f"in {saved.seconds:.1f} s",
+            *saved.lines,
+        )
+
+    def poll(self) -> None:
+        """Look at the save behind training, at every step; raises what it failed with, at one step on all ranks."""
+        if (saved := self._background.poll()) is not None:
+            self._behind_training_ended(saved)
+
+    def finish(self) -> None:
+        """Wait for the save behind training, if any; collective."""
+        if self._background.is_in_flight and (saved := self._background.wait()) is not None:
+            self._behind_training_ended(saved)
+
+    def _behind_training_ended(self, saved: SavedCheckpoint) -> None:
+        self._committed(saved)
+        if self._after_commit is not None:
+            self._after_commit(saved.path)
+            self._after_commit = None
+
+    def test(self, model: nn.Module, output_dir: Path) -> None:
+        """Before the first step: plan the whole save, and write a small part of it for real; once for a model."""
+        if not self.config.self_test or (self._tested is not None and self._tested() is model):
+            return
+        result = test_saving(model, output_dir)
+        self._tested = weakref.ref(model)
+        durations = self._preemption.durations
+        durations.num_model_bytes = result.num_bytes
+        durations.num_bytes = result.num_bytes + ADAM_STATES * result.num_trained_bytes
+        durations.bytes_per_second = result.bytes_per_second
+        self._say(
+            f"checkpoint self-test: {result.num_tensors} tensors, {format_bytes(result.num_bytes)} of weights planned; "
+            "the smallest part was written and read back"
+        )

@@ -1,0 +1,238 @@
+"""Resuming a Trainer's run, and loading its best checkpoint: what its seams call."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from hf_fsdp.checkpoint.documents import DATA_FILE, rank_file
+from hf_fsdp.checkpoint.find import (
+    TRAINER_STATE_FILE,
+    FoundCheckpoint,
+    checkpoint_folder,
+    find_checkpoints,
+    lack_of_mark,
+    newest_usable,
+)
+from hf_fsdp.checkpoint.foreign import open_foreign
+from hf_fsdp.checkpoint.load import OpenCheckpoint, compare_base, load_model, load_optimizer, open_checkpoint
+from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, Manifest
+from hf_fsdp.checkpoint.optimizer_state import FRESH_FIX, changed_settings
+from hf_fsdp.checkpoint.random_state import set_random_state, shift_random_state
+from hf_fsdp.checkpoint.verify import verify_together
+from hf_fsdp.config.schema import CheckpointConfig
+from hf_fsdp.errors import CheckpointError, HfFsdpError
+from hf_fsdp.integrations.checkpoint_files import restore_running_loss, restore_schedule
+from hf_fsdp.integrations.data_position import compare_data_position
+from hf_fsdp.integrations.optimizers import raw_optimizer
+from hf_fsdp.sharding.mesh import agree_all, rank
+from hf_fsdp.sharding.outcome import agreed
+
+
+class Resume:
+    """Finds the checkpoint to go on from, and gives a Trainer what it holds; every method is collective."""
+
+    def __init__(self, say: Callable[..., None]):
+        self.config = CheckpointConfig()
+        self._say = say
+        self._opened: OpenCheckpoint | None = None
+        self._trainer: weakref.ref[Trainer] | None = None
+
+    # -- which one ----------------------------------------------------------------------------------------------------
+
+    def resolve(self, trainer: Trainer, asked: str | bool | None) -> str | None:
+        """Return the folder to resume from, checked to the last byte by all ranks together.
+
+        Args:
+            trainer: about to train.
+            asked: ``True`` takes the newest committed checkpoint, skips those that are incomplete or damaged with a
+                line that says why, and never touches them; a path must be whole.
+
+        Raises:
+            CheckpointError: on all ranks alike: there is none, or the one that was asked for is damaged.
+        """
+        if asked is None or asked is False:
+            return None
+        self._trainer = weakref.ref(trainer)
+        if asked is not True:
+            return self._resolve_path(Path(asked))
+        output_dir = Path(trainer.args.output_dir)
+        skipped: list[str] = []
+
+        def say(line: str) -> None:
+            skipped.append(line)
+            self._say(line)
+
+        items = agree_all(
+            agreed("look for checkpoints", lambda: find_checkpoints(output_dir) if rank() == 0 else None)
+        )[0]
+        found = newest_usable(items, self._look_closer, say, optimizer_is_fresh=self.config.optimizer == "fresh")
+        if found is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=True: {output_dir} holds no checkpoint that can be resumed from"
+                + "".join(f"\n  {line}" for line in skipped),
+                fix="leave resume_from_checkpoint out to start anew, or give the output_dir of the run to go on with",
+            )
+        self._say(f"resume: {found.path} (step {found.step})")
+        return str(found.path)
+
+    def _resolve_path(self, folder: Path) -> str:
+        seen = agree_all(folder.is_dir())
+        if any(seen) and not all(seen):
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(folder)!r} is not there for rank {seen.index(False)}",
+                fix="a folder on a file system that all machines share",
+            )
+        if not seen[0]:
+            what = "is a file, not the folder of a checkpoint" if folder.exists() else "does not exist"
+            usable = [str(item.path) for item in find_checkpoints(folder.parent) if item.problem is None]
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(folder)!r} {what}",
+                near=", ".join(usable[-3:]) or None,
+                fix="give the folder of a checkpoint, or True for the newest one in output_dir",
+            )
+        action = f"resume from {folder.name}"
+        here = agreed(action, lambda: [str(item.path) for item in find_checkpoints(folder) if item.problem is None])
+        inside, has_manifest = agree_all((here, (folder / MANIFEST_FILE).exists()))[0]
+        if inside and not has_manifest:
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(folder)!r} is the folder of a run, with checkpoints in it",
+                near=", ".join(inside[-3:]),
+                fix=f"resume_from_checkpoint={inside[-1]!r}",
+            )
+        if has_manifest:
+            manifest = agreed(action, lambda: Manifest.read(folder))
+            if problems := verify_together(folder, manifest):
+                raise CheckpointError([replace(item, message=f"{folder}: {item.message}") for item in problems[:5]])
+        elif (problem := agree_all(lack_of_mark(folder))[0] or self._look_at_foreign(folder)) is not None:
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(folder)!r} cannot be resumed from: {problem}",
+                fix="take another checkpoint, or start anew with its weights as model_name_or_path",
+            )
+        return str(folder)
+
+    def _look_closer(self, item: FoundCheckpoint) -> str | None:
+        if not all(seen := agree_all(item.path.is_dir())):
+            return f"rank {seen.index(False)} does not see it: output_dir must be one folder for all machines"
+        if item.manifest is None:
+            return self._look_at_foreign(item.path)
+        problems = verify_together(item.path, item.manifest)
+        return f"damaged: {problems[0].message}" if problems else None
+
+    def _look_at_foreign(self, folder: Path) -> str | None:
+        """Return why a checkpoint of Trainer or Accelerate cannot be resumed from; rank 0 looks for all."""
+        problem = None
+        if rank() == 0:
+            try:
+                with contextlib.closing(open_foreign(folder)) as foreign:
+                    if foreign.model is None:
+                        problem = "; ".join(foreign.missing) or "it holds no weights"
+                    elif foreign.trainer_state is None:
+                        problem = f"it has no {TRAINER_STATE_FILE}, so its step is not known"
+            except (HfFsdpError, OSError) as error:
+                problem = str(error).splitlines()[0]
+        found: str | None = agree_all(problem)[0]
+        return found
+
+    # -- what it holds ------------------------------------------------------------------------------------------------
+
+    def load_model(self, trainer: Trainer, folder: Path) -> None:
+        """Fill the Trainer's model, each rank its own part."""
+        opened = self._open(trainer, folder)
+        lines = agreed(f"resume from {folder.name}", lambda: _load_model(trainer, opened))
+        self._say(*lines, *compare_base(trainer.model, opened.manifest))
+        if opened.foreign is not None:
+            self._say(f"resume: {folder.name} is one of {opened.foreign.kind}, so nothing says whether it is whole")
+            self._say(*(f"resume: {folder.name} lacks {line}" for line in opened.foreign.missing))
+
+    def load_optimizer(self, trainer: Trainer, folder: Path) -> None:
+        """Restore optimizer and schedule; with ``checkpoint.optimizer: fresh`` the schedule alone."""
+        opened = self._open(trainer, folder)
+        optimizer, is_fresh = raw_optimizer(trainer.optimizer), self.config.optimizer == "fresh"
+        if is_fresh:
+            self._say("resume: checkpoint.optimizer: fresh, so the optimizer's state is not loaded")
+        else:
+            changed = changed_settings(optimizer, opened.groups) if opened.groups is not None else []
+            count = agreed(f"resume from {folder.name}", lambda: load_optimizer(trainer.model, optimizer, opened))
+            self._say(f"resume: optimizer state of {count} tensors restored")
+            if changed:
+                self._say(f"resume: the checkpoint's settings of the optimizer are kept: {', '.join(changed)}")
+        if opened.scheduler is not None:
+            restore_schedule(trainer.lr_scheduler, optimizer, opened.scheduler, is_fresh=is_fresh)
+        elif not is_fresh:
+            raise CheckpointError(f"{folder} holds no state of the learning rate schedule", fix=FRESH_FIX)
+        if (data := opened.document(DATA_FILE)) is not None:
+            self._say(*compare_data_position(data, trainer))
+
+    def load_scaler(self, trainer: Trainer, folder: Path) -> None:
+        """Restore the loss scale of fp16."""
+        scaler, saved = trainer.accelerator.scaler, self._open(trainer, folder).scaler
+        if scaler is None:
+            return
+        if saved is None:
+            self._say("resume: the checkpoint has no loss scale, so fp16 starts with the default one")
+        else:
+            scaler.load_state_dict(saved)
+
+    def load_random_state(self, trainer: Trainer, folder: Path) -> None:
+        """Restore this rank's random generators; a rank that the run before did not have draws from rank 0's."""
+        opened, index = self._open(trainer, folder), trainer.args.process_index
+        if (mine := opened.random_state(index)) is not None:
+            set_random_state(mine)
+        elif (first := opened.random_state(0)) is not None:
+            shift_random_state(first, index)
+
+    def restore_running_loss(self) -> None:
+        """After Trainer has set its counters: go on with those of the run before.
+
+        On another number of processes every rank takes the mean: a log shows the mean over ranks.
+        """
+        trainer = self._trainer() if self._trainer is not None else None
+        opened, self._opened = self._opened, None
+        if trainer is None or opened is None:
+            return
+        opened.close()
+        if opened.manifest is None or opened.document(rank_file(0)) is None:
+            return
+        num_saved = opened.manifest.world_size
+        if num_saved == trainer.args.world_size:
+            saved = opened.document(rank_file(trainer.args.process_index))["running_loss"]
+        else:
+            theirs = [opened.document(rank_file(index))["running_loss"] for index in range(num_saved * (rank() == 0))]
+            total = sum(loss["since_last_log"] for loss in theirs)
+            saved = agree_all({**theirs[0], "since_last_log": total / num_saved} if theirs else None)[0]
+        restore_running_loss(trainer, saved)
+
+    def load_best(self, trainer: Trainer) -> None:
+        """Load the best checkpoint's model, adapters too."""
+        folder = Path(str(trainer.state.best_model_checkpoint))
+        action = f"load the best model from {folder.name}"
+        opened = agreed(action, lambda: open_checkpoint(folder, trainer.model))
+        with contextlib.closing(opened):
+            if opened.manifest is not None and (problems := verify_together(folder, opened.manifest)):
+                raise CheckpointError(problems[:5])
+            agreed(action, lambda: _load_model(trainer, opened))
+        state = trainer.state
+        score = f"score {state.best_metric}"
+        if folder.name != checkpoint_folder(folder.parent, state.best_global_step or 0).name:
+            score = f"the best, {score}, was step {state.best_global_step}, which was not saved"
+        self._say(f"best model: loaded from {folder.name} ({score})")
+
+    def _open(self, trainer: Trainer, folder: Path) -> OpenCheckpoint:
+        """Return the checkpoint, opened once; another program's once more when there is an optimizer to name."""
+        optimizer: Any = raw_optimizer(trainer.optimizer)
+        known = self._opened
+        if known is not None and known.folder == folder and (known.foreign is None or optimizer is None):
+            return known
+        self._opened = agreed(f"resume from {folder.name}", lambda: open_checkpoint(folder, trainer.model, optimizer))
+        return self._opened
+
+
+def _load_model(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
+    return load_model(trainer.model, opened.model, opened.folder, may_hold_base=opened.foreign is not None)

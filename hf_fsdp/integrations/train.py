@@ -1,0 +1,44 @@
+"""The seam around `Trainer.train`: what has to be known before it begins, and what has to be put back after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+
+from hf_fsdp.integrations.accelerate import replace_method
+from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
+from hf_fsdp.integrations.evaluation import is_ours
+from hf_fsdp.integrations.kept_outputs import check_memory_before_training
+from hf_fsdp.integrations.preemption import preemption_of
+from hf_fsdp.monitor.random_state import preserved_random_state
+
+
+def install_train_seam() -> None:
+    """Put the seam in place; calling it again changes nothing."""
+    replace_method(Trainer, "train", _train)
+
+
+def _train(
+    original: Callable[..., Any],
+    trainer: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Find the checkpoint to go on from, and handle signals while it trains.
+
+    An evaluation that would run out of memory is found out before the first step.
+    """
+    checkpoints = checkpoints_of(trainer)
+    with contextlib.ExitStack() as stack:
+        if (preemption := preemption_of(trainer)) is not None:
+            stack.enter_context(preemption.watching(trainer))
+        if is_ours(trainer) and str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":
+            with preserved_random_state():  # a dataset may draw augmentations when its rows are looked at
+                check_memory_before_training(trainer)
+        if checkpoints is None:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        return original(checkpoints.resume.resolve(trainer, resume_from_checkpoint), *args, **kwargs)
