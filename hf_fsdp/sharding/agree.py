@@ -35,7 +35,7 @@ def checksum(tensor: torch.Tensor) -> str:
     """Return a 64-bit hash of a tensor's bytes, dtype and shape; `meta` for one without values."""
     if tensor.is_meta:
         return "meta"
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)  # one element may keep a stride that no view can take
     digest = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     if flat.numel():
         digest.update(flat.view(torch.uint8).numpy().data)

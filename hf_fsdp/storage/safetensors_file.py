@@ -15,6 +15,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -339,7 +340,7 @@ def read_box(descriptor: int, entry: TensorEntry, offsets: Sequence[int], out: t
     rows = max(1, PIECE_BYTES // max(1, row_elements * entry.dtype.itemsize))
     for start in range(0, target.shape[0], rows):
         count = min(rows, target.shape[0] - start)
-        piece = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
+        piece = _scratch((count, *entry.shape[1:]), entry.dtype)
         begin = entry.begin + (first + start) * row_elements * entry.dtype.itemsize
         _read_flat(descriptor, begin, entry.dtype, piece)
         for dim, (low, high, base) in enumerate(zip(starts[1:], ends[1:], entry.offsets[1:], strict=True), start=1):
@@ -357,7 +358,7 @@ def _read_flat(descriptor: int, begin: int, dtype: torch.dtype, target: torch.Te
     if target.is_contiguous():
         flat = target.reshape(-1)
         for start in range(0, flat.numel(), count):
-            piece = torch.empty(min(count, flat.numel() - start), dtype=dtype)
+            piece = _scratch((min(count, flat.numel() - start),), dtype)
             _read_into(descriptor, begin + start * dtype.itemsize, piece)
             flat[start : start + piece.numel()].copy_(piece)
         return
@@ -365,9 +366,24 @@ def _read_flat(descriptor: int, begin: int, dtype: torch.dtype, target: torch.Te
     rows = max(1, count // max(1, row))
     for start in range(0, target.shape[0], rows):
         part = target.narrow(0, start, min(rows, target.shape[0] - start))
-        piece = torch.empty(part.shape, dtype=dtype)
+        piece = _scratch(part.shape, dtype)
         _read_into(descriptor, begin + start * row * dtype.itemsize, piece)
         part.copy_(piece)
+
+
+_thread = threading.local()
+
+
+def _scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return this thread's buffer in a shape, until the next call.
+
+    One buffer for all: allocated anew for every piece, it would lie between the tensors that stay and leave holes.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    held: torch.Tensor | None = getattr(_thread, "buffer", None)
+    if held is None or held.numel() < num_bytes:
+        held = _thread.buffer = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8)
+    return held[:num_bytes].view(dtype).view(shape)
 
 
 def _read_into(descriptor: int, begin: int, tensor: torch.Tensor) -> None:

@@ -107,8 +107,6 @@ def without_an_optimizer(rank_: int, world_size: int) -> dict[str, Any]:
 
 CASES = {
     "full_full": _resumed("full", "full"),
-    "sharded_full": _resumed("full", "sharded"),
-    "full_lora": _resumed("lora", "full"),
     "sharded_lora": _resumed("lora", "sharded"),
     "without_an_optimizer": without_an_optimizer,
 }
