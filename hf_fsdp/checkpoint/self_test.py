@@ -41,6 +41,7 @@ class SelfTest:
         num_tensors: of the model that a checkpoint holds.
         num_bytes: of these tensors in all files together; an optimizer such as AdamW adds twice the trained ones.
         num_trained_bytes: of those that are trained.
+        was_written: whether a part was written, or the plan was all.
         bytes_per_second: at which all ranks together wrote, synced and reread their smallest part; None where it was
             too small to say anything about a large write.
     """
@@ -48,11 +49,16 @@ class SelfTest:
     num_tensors: int
     num_bytes: int
     num_trained_bytes: int
+    was_written: bool
     bytes_per_second: float | None
 
 
-def test_saving(model: nn.Module, output_dir: Path) -> SelfTest:
+def test_saving(model: nn.Module, output_dir: Path | None) -> SelfTest:
     """Plan the whole save and write a small part of it for real; collective.
+
+    Args:
+        model: the live one, sharded or not.
+        output_dir: where checkpoints will go; None for a run that saves none: the plan is all that is tested.
 
     Raises:
         CheckpointError: on all ranks alike: a name that would not be saved, a part that nobody writes, an adapter
@@ -62,7 +68,17 @@ def test_saving(model: nn.Module, output_dir: Path) -> SelfTest:
     parts = agreed(_ACTION, lambda: local_parts(state.tensors))
     plans = agree_all([(p.name, dtype_name(p.tensor.dtype), p.box.shape, p.box.offsets) for p in parts])
     agreed(_ACTION, lambda: _check_plan(model, state, plans))
-    folder = output_dir / TEST_FOLDER
+    return SelfTest(
+        num_tensors=len(state.tensors),
+        num_bytes=_num_bytes(state.tensors.values()),
+        num_trained_bytes=_num_bytes(tensor for tensor in state.tensors.values() if tensor.requires_grad),
+        was_written=output_dir is not None,
+        bytes_per_second=None if output_dir is None else _measure_speed(output_dir / TEST_FOLDER, parts, state),
+    )
+
+
+def _measure_speed(folder: Path, parts: list[LocalPart], state: ModelState) -> float | None:
+    """Write and reread the smallest part in `folder`, which is removed again; return bytes a second, if telling."""
     try:
         make_shared_folder(folder, _ACTION)
         began = time.monotonic()
@@ -74,12 +90,7 @@ def test_saving(model: nn.Module, output_dir: Path) -> SelfTest:
             shutil.rmtree(folder, ignore_errors=True)
     written = agree_all(sum(part.num_bytes for part in chosen))
     slowest = max(agree_all(seconds))
-    return SelfTest(
-        num_tensors=len(state.tensors),
-        num_bytes=_num_bytes(state.tensors.values()),
-        num_trained_bytes=_num_bytes(tensor for tensor in state.tensors.values() if tensor.requires_grad),
-        bytes_per_second=sum(written) / slowest if min(written) >= TELLING_BYTES else None,
-    )
+    return sum(written) / slowest if min(written) >= TELLING_BYTES else None
 
 
 test_saving.__test__ = False  # type: ignore[attr-defined]  # pytest: not a test of ours

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp.config.environment import from_accelerate_environment, is_fsdp_launch
 from hf_fsdp.config.precedence import merge, stated_by
@@ -159,7 +160,7 @@ class FSDPCallback(TrainerCallback):
         else:
             backend.begin_training(model, raw_optimizer(optimizer))
         self.checkpoints.resume.restore_running_loss()
-        self.checkpoints.test(model, Path(args.output_dir))
+        self.checkpoints.test(model, None if args.save_strategy == SaveStrategy.NO else Path(args.output_dir))
 
     def on_prediction_step(
         self,

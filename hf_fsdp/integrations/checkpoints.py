@@ -130,8 +130,13 @@ class Checkpoints:
             self._after_commit(saved.path)
             self._after_commit = None
 
-    def test(self, model: nn.Module, output_dir: Path) -> None:
-        """Before the first step: plan the whole save, and write a small part of it for real; once for a model."""
+    def test(self, model: nn.Module, output_dir: Path | None) -> None:
+        """Before the first step: plan the whole save, and write a small part of it for real; once for a model.
+
+        Args:
+            model: about to be trained.
+            output_dir: where checkpoints go; None for a run that saves none.
+        """
         if not self.config.self_test or (self._tested is not None and self._tested() is model):
             return
         result = test_saving(model, output_dir)
@@ -140,7 +145,8 @@ class Checkpoints:
         durations.num_model_bytes = result.num_bytes
         durations.num_bytes = result.num_bytes + ADAM_STATES * result.num_trained_bytes
         durations.bytes_per_second = result.bytes_per_second
-        self._say(
-            f"checkpoint self-test: {result.num_tensors} tensors, {format_bytes(result.num_bytes)} of weights planned; "
-            "the smallest part was written and read back"
-        )
+        if result.was_written:
+            self._say(
+                f"checkpoint self-test: {result.num_tensors} tensors, {format_bytes(result.num_bytes)} of weights "
+                "planned; the smallest part was written and read back"
+            )
