@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp.checkpoint.verify import verify_checkpoint
 from tests.distributed.harness import REPOSITORY
 from tests.distributed.tiny_models import build_model
 
@@ -99,7 +100,8 @@ def test_trls_example_file_runs_unchanged_with_only_the_callback(model_folder: P
     assert result["stored"] == ["torch.float32"]
     assert "bf16-mixed" in printed and "sharded      100.0%" in printed
     assert (tmp_path / "final" / "model.safetensors").is_file(), "save_model wrote nothing under SHARDED_STATE_DICT"
-    assert any((tmp_path / "checkpoint-2").glob("pytorch_model_fsdp_0/*.distcp"))
+    assert len(list((tmp_path / "checkpoint-2" / "model").glob("shard-*.safetensors"))) == 2
+    assert verify_checkpoint(tmp_path / "checkpoint-2") == []
 
 
 def test_accelerates_example_file_runs_unchanged_with_only_the_callback(model_folder: Path, tmp_path: Path) -> None:
