@@ -193,7 +193,7 @@ def test_a_signal_that_nobody_can_agree_on_any_more_goes_to_the_earlier_handler(
 
 def test_handlers_are_back_after_an_error_and_the_next_training_is_a_whole_one(two: dict[str, Outcome]) -> None:
     for rank in two["error_in_training"].get():
-        assert rank["is_default"] and rank["handlers_are_back"]
+        assert rank["are_back"] and rank["handlers_are_back"]
         assert rank["losses"] == losses(two["uninterrupted"])
 
 
