@@ -10,5 +10,6 @@ ARGUMENTS_FILE = "state/training_arguments.json"
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the document of one rank: its random generators and its running loss."""
+    """Return the name of the document of one rank: its random generators, now and before its next batch was built, and
+    its running loss."""
     return f"state/rank-{rank:05d}.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, MODEL_ONLY, Manifest
 from hf_fsdp.errors import CheckpointError, Problem
+from hf_fsdp.storage.files import DAMAGED_FIX
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 # None of these is matched by `checkpoint-*`, by which Trainer finds checkpoints to resume from and to delete.
 SAVING = re.compile(r"\.hf-fsdp-saving-(\d+)")
 REPLACED = re.compile(r"\.hf-fsdp-replaced-(\d+)")
@@ -170,7 +170,7 @@ def choose_checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
     if CHECKPOINT.fullmatch(real.name):
         this = next((item for item in find_checkpoints(real.parent) if item.path.name == real.name), None)
         if this is not None and this.problem is not None:
-            raise CheckpointError(f"{path} is {this.problem}", fix=_FIX)
+            raise CheckpointError(f"{path} is {this.problem}", fix=DAMAGED_FIX)
         return path, ()
     lines: list[str] = []
     found = find_checkpoints(path)
@@ -179,6 +179,8 @@ def choose_checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
             return item.path, (f"taken: {item.path.name}, the newest of {path}", *lines)
         lines.append(f"skipped: {item.path.name}: {item.problem}")
     if found:
-        problems = [Problem(message=f"{item.path} is no use: {item.problem}", fix=_FIX) for item in reversed(found)]
+        problems = [
+            Problem(message=f"{item.path} is no use: {item.problem}", fix=DAMAGED_FIX) for item in reversed(found)
+        ]
         raise CheckpointError(problems)
     return path, ()

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from hf_fsdp.errors import CheckpointError
-from hf_fsdp.storage.files import FileRecord, read_json, write_json
+from hf_fsdp.storage.files import DAMAGED_FIX, FileRecord, read_json, write_json
 from hf_fsdp.storage.safetensors_file import DTYPES
 from hf_fsdp.storage.tensor_source import TensorInfo
 
@@ -26,7 +26,6 @@ KIND = "hf-fsdp checkpoint"
 FORMAT_VERSION = 1
 # The whole state, or only what a model needs to be used: a save that had to fit a short grace.
 WHOLE, MODEL_ONLY = "whole", "model_only"
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -93,18 +92,18 @@ class Manifest:
         path = folder / MANIFEST_FILE
         content = read_json(path)
         if not isinstance(content, dict) or content.get("kind") != KIND:
-            raise CheckpointError(f"{path} is not the manifest of an hf-fsdp checkpoint", fix=_FIX)
+            raise CheckpointError(f"{path} is not the manifest of an hf-fsdp checkpoint", fix=DAMAGED_FIX)
         if content.get("format_version") != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has format version {content.get('format_version')!r} and this release reads {FORMAT_VERSION}",
                 fix="pip install --upgrade hf-fsdp",
             )
         if content.pop("checksum", None) != _checksum(content):
-            raise CheckpointError(f"{path} was changed after it was written: its checksum differs", fix=_FIX)
+            raise CheckpointError(f"{path} was changed after it was written: its checksum differs", fix=DAMAGED_FIX)
         try:
             return _from_json(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} lacks or garbles an entry ({error!r})", fix=_FIX) from error
+            raise CheckpointError(f"{path} lacks or garbles an entry ({error!r})", fix=DAMAGED_FIX) from error
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -14,12 +14,14 @@ import torch
 import xxhash
 from torch import nn
 
-from hf_fsdp.checkpoint.parts import is_writer, local_tensor
+from hf_fsdp.checkpoint.parts import is_writer
 from hf_fsdp.policies.packed_weights import packed_names
 from hf_fsdp.policies.wrap_plan import shared_owners
-from hf_fsdp.sharding.adapters import adapter_keys, persistent_buffers
+from hf_fsdp.sharding.adapters import adapter_keys
 from hf_fsdp.sharding.apply import get_applied_sharding
+from hf_fsdp.sharding.buffers import persistent_buffers
 from hf_fsdp.sharding.mesh import agree_all
+from hf_fsdp.sharding.shards import local_tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

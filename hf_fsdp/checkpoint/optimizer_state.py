@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_fsdp.checkpoint.json_state import decode_state, encode_state
-from hf_fsdp.checkpoint.parts import local_box
 from hf_fsdp.errors import CheckpointError, Problem, nearest_names
+from hf_fsdp.sharding.shards import as_shard, local_box
 from hf_fsdp.storage.tensor_source import TensorSource
 
 _PREFIX = "state."
@@ -78,14 +78,7 @@ def _as_sharded(name: str, key: str, value: torch.Tensor, parameter: torch.Tenso
     if isinstance(value, DTensor) or value.numel() == 1 or not isinstance(parameter, DTensor):
         return value
     if tuple(value.shape) == local_box(parameter).shape:
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return as_shard(value, parameter)
     raise CheckpointError(
         f"the optimizer keeps {key} {list(value.shape)} for this rank's part of {name} "
         f"{list(local_box(parameter).shape)}, which no other run could read",
@@ -219,14 +212,7 @@ def _read(source: TensorSource, name: str, parameter: torch.Tensor, on_device: b
     box = local_box(parameter)
     local = torch.empty(box.shape, dtype=info.dtype, device=parameter.to_local().device)
     source.read(name, box.offsets, local)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_shard(local, parameter)
 
 
 def _like(saved: Any, live: Any) -> Any:

@@ -7,22 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate
 
-from hf_fsdp.errors import CheckpointError
 from hf_fsdp.sharding.mesh import rank
+from hf_fsdp.sharding.shards import Box, local_box, local_tensor
 from hf_fsdp.storage.safetensors_file import TensorEntry, TensorToWrite
 from hf_fsdp.storage.tensor_source import TensorInfo
-
-
-@dataclass(frozen=True)
-class Box:
-    """Where this rank's part of a tensor lies in the whole one."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    whole_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,10 +22,6 @@ class LocalPart:
     name: str
     box: Box
     tensor: torch.Tensor
-
-    @property
-    def info(self) -> TensorInfo:
-        return TensorInfo(self.tensor.dtype, self.box.whole_shape)
 
     @property
     def num_bytes(self) -> int:
@@ -50,32 +36,6 @@ class LocalPart:
             offsets=self.box.offsets,
             whole_shape=self.box.whole_shape,
         )
-
-
-def local_box(tensor: torch.Tensor) -> Box:
-    """Return where `tensor`'s local part lies; a plain tensor is its own whole.
-
-    Raises:
-        CheckpointError: the tensor is laid out in a way that FSDP does not make (partial sums, strided shards).
-    """
-    if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
-    if not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
-        raise CheckpointError(
-            f"a tensor is laid out as {tensor.placements}, which checkpoints do not know",
-            fix="save with plain or hybrid FSDP2 sharding",
-        )
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    shape = tuple(shape)
-    # Torch places an empty part at the end or beyond; any offset inside will do.
-    offsets = tuple(offsets) if math.prod(shape) else (0,) * len(shape)
-    return Box(offsets, shape, tuple(tensor.shape))
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values, without gradients."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_writer(tensor: torch.Tensor, index: int) -> bool:

@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from hf_fsdp.checkpoint.commit import Rotation
 from hf_fsdp.checkpoint.documents import GROUPS_FILE
 from hf_fsdp.checkpoint.manifest import MODEL_ONLY, WHOLE, Manifest
-from hf_fsdp.checkpoint.model_state import ModelState, expected_names, frozen_fingerprint, read_model_state
+from hf_fsdp.checkpoint.model_state import ModelState, frozen_fingerprint, read_model_state
 from hf_fsdp.checkpoint.optimizer_state import read_optimizer_state
 from hf_fsdp.checkpoint.parts import LocalPart, describe, local_parts
 from hf_fsdp.checkpoint.room import make_room
 from hf_fsdp.checkpoint.staged import SafetensorsFile, SavedCheckpoint, StagedSave, cleaned_up
 from hf_fsdp.checkpoint.verify import ADAPTER_FILE
 from hf_fsdp.checkpoint.versions import package_versions
+from hf_fsdp.checkpoint.whole import check_names
 from hf_fsdp.checkpoint.write import finish_save
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.policies.packed_weights import packed_names
@@ -141,13 +142,8 @@ def _draft_manifest(
             "fingerprint": frozen_fingerprint(request.model, model_state.tensors),
             "is_packed": bool(packed_names(request.model)),
         }
-    else:
-        aliases = {name for names in model_state.ties.values() for name in names[1:]}
-        if lacking := expected_names(request.model) - set(model_state.tensors) - aliases:
-            raise CheckpointError(
-                f"{len(lacking)} tensors of the model would not be saved, among them {min(lacking)}",
-                fix="report this; checkpoint: {format: full} may save them",
-            )
+    if problems := check_names(request.model, model_state):
+        raise CheckpointError(problems[:5])
     mesh = applied.mesh if applied is not None else None
     return Manifest(
         step=request.step,

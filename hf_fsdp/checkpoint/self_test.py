@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from hf_fsdp.checkpoint.manifest import dtype_name
-from hf_fsdp.checkpoint.model_state import ModelState, expected_names, read_model_state
+from hf_fsdp.checkpoint.model_state import ModelState, read_model_state
 from hf_fsdp.checkpoint.parts import LocalPart, describe, local_parts, to_entry
 from hf_fsdp.checkpoint.room import make_shared_folder
-from hf_fsdp.errors import CheckpointError, Problem
+from hf_fsdp.checkpoint.whole import check_adapters, check_names, check_parts
+from hf_fsdp.errors import CheckpointError
 from hf_fsdp.sharding.mesh import agree_all, rank
 from hf_fsdp.sharding.outcome import agreed
 from hf_fsdp.storage.safetensors_file import OpenFiles, read_box, read_header, write_safetensors
-from hf_fsdp.storage.tensor_source import check_coverage
 
 _ACTION = "test a checkpoint before the first step"
 TEST_FOLDER = ".hf-fsdp-self-test"
@@ -101,28 +101,11 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _check_plan(model: nn.Module, state: ModelState, plans: list[list[tuple[Any, ...]]]) -> None:
-    problems = []
-    if not state.adapters:
-        aliases = {name for names in state.ties.values() for name in names}
-        problems += [
-            Problem(message=f"{name} would not be saved", fix="report this")
-            for name in sorted(expected_names(model) - set(state.tensors) - aliases)
-        ]
-    by_name: dict[str, list[Any]] = {}
+    parts: dict[str, list[Any]] = {}
     for plan in plans:
         for name, dtype, shape, offsets in plan:
-            by_name.setdefault(name, []).append(to_entry(name, dtype, shape, offsets))
-    for name, info in describe(state.tensors).items():
-        if problem := check_coverage(name, info, by_name.get(name, [])):
-            problems.append(problem)
-    for folder, keys in state.adapters.items():
-        if not keys:
-            problems.append(
-                Problem(
-                    message=f"the adapter {folder!r} has no tensor: it would be saved empty",
-                    fix="give get_peft_model a config whose target_modules are in the model",
-                )
-            )
+            parts.setdefault(name, []).append(to_entry(name, dtype, shape, offsets))
+    problems = check_names(model, state) + check_parts(describe(state.tensors), parts) + check_adapters(state.adapters)
     if problems:
         raise CheckpointError(problems[:5])
 

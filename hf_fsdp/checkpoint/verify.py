@@ -9,11 +9,10 @@ from pathlib import Path
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, Manifest
 from hf_fsdp.errors import CheckpointError, HfFsdpError, Problem
 from hf_fsdp.sharding.mesh import agree_all, rank, world_size
-from hf_fsdp.storage.files import files_under, hash_file, safe_join
+from hf_fsdp.storage.files import DAMAGED_FIX, files_under, hash_file, safe_join
 from hf_fsdp.storage.safetensors_file import read_header
 from hf_fsdp.storage.tensor_source import SafetensorsSource
 
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 HASH_THREADS = 4
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -54,7 +53,7 @@ def verify_together(folder: Path, manifest: Manifest) -> list[Problem]:
         names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))[rank() :: world_size()]
         mine += check_hashes(folder, manifest, names)
     except (HfFsdpError, OSError) as error:
-        mine += error.problems if isinstance(error, HfFsdpError) else [Problem(message=str(error), fix=_FIX)]
+        mine += error.problems if isinstance(error, HfFsdpError) else [Problem(message=str(error), fix=DAMAGED_FIX)]
     return list({problem.message: problem for theirs in agree_all(mine) for problem in theirs}.values())
 
 
@@ -64,9 +63,11 @@ def check_structure(folder: Path, manifest: Manifest) -> list[Problem]:
     for name, record in manifest.files.items():
         path = safe_join(folder, name)
         if not path.is_file():
-            problems.append(Problem(message=f"{name} is missing", fix=_FIX))
+            problems.append(Problem(message=f"{name} is missing", fix=DAMAGED_FIX))
         elif path.stat().st_size != record.size:
-            problems.append(Problem(message=f"{name} has {path.stat().st_size} bytes, not {record.size}", fix=_FIX))
+            problems.append(
+                Problem(message=f"{name} has {path.stat().st_size} bytes, not {record.size}", fix=DAMAGED_FIX)
+            )
     if problems:
         return problems
     try:
@@ -89,10 +90,10 @@ def check_hashes(
         try:
             record = hash_file(safe_join(folder, name), on_bytes)
         except FileNotFoundError:
-            return Problem(message=f"{name} is missing", fix=_FIX)
+            return Problem(message=f"{name} is missing", fix=DAMAGED_FIX)
         if record == manifest.files[name]:
             return None
-        return Problem(message=f"{name} was changed after it was written: its hash differs", fix=_FIX)
+        return Problem(message=f"{name} was changed after it was written: its hash differs", fix=DAMAGED_FIX)
 
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         return [problem for problem in pool.map(check, names) if problem is not None]
@@ -122,6 +123,6 @@ def open_model_source(folder: Path, manifest: Manifest) -> SafetensorsSource:
         path = folder / adapter / ADAPTER_FILE
         renames[path] = keys
         if keys and not (path in files and read_header(path).entries):
-            raise CheckpointError(f"{path} is empty", fix=_FIX)
+            raise CheckpointError(f"{path} is empty", fix=DAMAGED_FIX)
     files = [path for path in files if path.parent.name != "optimizer"]
     return SafetensorsSource(files, renames, expected=manifest.model)

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,13 @@ from hf_fsdp.checkpoint.manifest import Manifest, dtype_name
 from hf_fsdp.checkpoint.parts import to_entry
 from hf_fsdp.checkpoint.staged import SavedCheckpoint, StagedSave, cleaned_up
 from hf_fsdp.checkpoint.verify import ADAPTER_FILE
-from hf_fsdp.errors import CheckpointError, Problem
+from hf_fsdp.checkpoint.whole import check_adapters, check_parts
+from hf_fsdp.errors import CheckpointError
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER
 from hf_fsdp.sharding.mesh import agree_all, rank, world_size
 from hf_fsdp.sharding.outcome import OtherRankFailed, agreed, rank_ends_explained
 from hf_fsdp.storage.files import FileRecord, files_under, fsync_file, hash_file, write_bytes
 from hf_fsdp.storage.safetensors_file import TensorEntry, TensorToWrite, read_box, read_header, write_safetensors
-from hf_fsdp.storage.tensor_source import TensorInfo, check_coverage
 from hf_fsdp.torch_private import process_group_store
 
 # How many of a rank's tensors are read back and compared with what was to be written.
@@ -157,10 +156,9 @@ def _compare(descriptor: int, path: Path, entry: TensorEntry, tensor: TensorToWr
 
 def _check_whole(manifest: Manifest, everything: Sequence[tuple[Mapping[str, FileRecord], Headers]]) -> None:
     """Check over all ranks' files that every tensor of the manifest is there, each value once."""
-    problems: list[Problem] = []
+    problems = check_adapters(manifest.adapters)
     for section in ("model", "optimizer"):
-        expected: Mapping[str, TensorInfo] = getattr(manifest, section)
-        parts: dict[str, list[Any]] = {name: [] for name in expected}
+        parts: dict[str, list[TensorEntry]] = {}
         for _, headers in everything:
             for file, entries in headers:
                 if (file.split("/")[0] == "optimizer") != (section == "optimizer"):
@@ -168,19 +166,7 @@ def _check_whole(manifest: Manifest, everything: Sequence[tuple[Mapping[str, Fil
                 names = _names_in(manifest, file)
                 for key, dtype, shape, offsets in entries:
                     parts.setdefault(names.get(key, key), []).append(to_entry(key, dtype, shape, offsets))
-        for name, entries_of in parts.items():
-            if name not in expected:
-                problems.append(Problem(message=f"{name} was written and is not part of the save", fix=_DISK_FIX))
-            elif problem := check_coverage(name, expected[name], entries_of):
-                problems.append(problem)
-    for folder, keys in manifest.adapters.items():
-        if not keys:
-            problems.append(
-                Problem(
-                    message=f"the adapter {folder!r} has no tensor: it would be saved empty",
-                    fix="give get_peft_model a config whose target_modules are in the model",
-                )
-            )
+        problems += check_parts(getattr(manifest, section), parts)
     if problems:
         raise CheckpointError(problems[:5])
 

@@ -17,6 +17,7 @@ from hf_fsdp.checkpoint.documents import ARGUMENTS_FILE, DATA_FILE, SCALER_FILE,
 from hf_fsdp.checkpoint.find import TRAINER_STATE_FILE
 from hf_fsdp.checkpoint.json_state import encode_state
 from hf_fsdp.checkpoint.random_state import read_random_state
+from hf_fsdp.integrations.batch_draws import generators_before_next_batch
 from hf_fsdp.integrations.data_position import read_data_position
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER, adapter_keys, is_peft_model
 from hf_fsdp.storage.files import json_bytes
@@ -32,6 +33,7 @@ def build_documents(trainer: Trainer) -> dict[str, bytes]:
     documents: dict[str, Any] = {
         rank_file(args.process_index): {
             "random": read_random_state(),
+            "random_before_next_batch": encode_state(generators_before_next_batch(trainer)),
             "running_loss": {
                 "since_last_log": float(trainer._tr_loss),
                 "last_logged_step": trainer._globalstep_last_logged,

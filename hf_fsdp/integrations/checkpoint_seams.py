@@ -1,6 +1,6 @@
 """The seams of a Trainer's checkpoints: saving, resuming and loading the best are `Checkpoints`' where there is one.
 
-Pinned by `tests/unit/test_seams.py`.
+Pinned by `tests/unit/test_checkpoint_seams.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from hf_fsdp.config.io import TRAINER_BLOCK
 from hf_fsdp.integrations.accelerate import replace_method
+from hf_fsdp.integrations.batch_draws import install_batch_draws_seam
 from hf_fsdp.integrations.checkpoints import Checkpoints
 
 _ATTRIBUTE = "checkpoints"
-CARRIED_KEY = "hf_fsdp"
 
 
 def install_checkpoint_seams() -> None:
@@ -29,6 +30,7 @@ def install_checkpoint_seams() -> None:
     replace_method(Trainer, "_load_rng_state", _load_rng_state)
     replace_method(Trainer, "_load_best_model", _load_best_model)
     replace_method(Trainer, "_finalize_training", _finalize_training)
+    install_batch_draws_seam()
 
 
 def checkpoints_of(trainer: Trainer) -> Checkpoints | None:
@@ -46,7 +48,7 @@ def _create_accelerator(original: Callable[..., None], trainer: Trainer) -> None
     """
     args = trainer.args
     asked = args.save_only_model
-    if CARRIED_KEY in (args.fsdp_config or {}):
+    if TRAINER_BLOCK in (args.fsdp_config or {}):
         args.save_only_model = False
     try:
         original()

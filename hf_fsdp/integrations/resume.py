@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_fsdp.checkpoint.documents import DATA_FILE, rank_file
 from hf_fsdp.checkpoint.find import (
@@ -21,6 +21,7 @@ from hf_fsdp.checkpoint.find import (
     newest_usable,
 )
 from hf_fsdp.checkpoint.foreign import open_foreign
+from hf_fsdp.checkpoint.json_state import decode_state
 from hf_fsdp.checkpoint.load import OpenCheckpoint, compare_base, load_model, load_optimizer, open_checkpoint
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, Manifest
 from hf_fsdp.checkpoint.optimizer_state import FRESH_FIX, changed_settings
@@ -28,6 +29,7 @@ from hf_fsdp.checkpoint.random_state import set_random_state, shift_random_state
 from hf_fsdp.checkpoint.verify import verify_together
 from hf_fsdp.config.schema import CheckpointConfig
 from hf_fsdp.errors import CheckpointError, HfFsdpError
+from hf_fsdp.integrations.batch_draws import BatchToRebuild, await_batch
 from hf_fsdp.integrations.checkpoint_files import restore_running_loss, restore_schedule
 from hf_fsdp.integrations.data_position import compare_data_position
 from hf_fsdp.integrations.optimizers import raw_optimizer
@@ -43,6 +45,7 @@ class Resume:
         self._say = say
         self._opened: OpenCheckpoint | None = None
         self._trainer: weakref.ref[Trainer] | None = None
+        self._batch: BatchToRebuild | None = None
 
     # -- which one ----------------------------------------------------------------------------------------------------
 
@@ -147,6 +150,8 @@ class Resume:
         opened = self._open(trainer, folder)
         lines = agreed(f"resume from {folder.name}", lambda: _load_model(trainer, opened))
         self._say(*lines, *compare_base(trainer.model, opened.manifest))
+        self._batch = _batch_to_rebuild(opened, trainer.args)
+        await_batch(self._batch)
         if opened.foreign is not None:
             self._say(f"resume: {folder.name} is one of {opened.foreign.kind}, so nothing says whether it is whole")
             self._say(*(f"resume: {folder.name} lacks {line}" for line in opened.foreign.missing))
@@ -183,6 +188,10 @@ class Resume:
     def load_random_state(self, trainer: Trainer, folder: Path) -> None:
         """Restore this rank's random generators; a rank that the run before did not have draws from rank 0's."""
         opened, index = self._open(trainer, folder), trainer.args.process_index
+        batch, self._batch = self._batch, None
+        await_batch(None)
+        if batch is not None and batch.is_done:
+            return  # they were restored right after the first batch was built
         if (mine := opened.random_state(index)) is not None:
             set_random_state(mine)
         elif (first := opened.random_state(0)) is not None:
@@ -232,6 +241,15 @@ class Resume:
             return known
         self._opened = agreed(f"resume from {folder.name}", lambda: open_checkpoint(folder, trainer.model, optimizer))
         return self._opened
+
+
+def _batch_to_rebuild(opened: OpenCheckpoint, args: TrainingArguments) -> BatchToRebuild | None:
+    """Return what the next batch was built with; None when it was not yet, or is another one on other processes."""
+    if opened.manifest is None or opened.manifest.world_size != args.world_size:
+        return None
+    saved = opened.document(rank_file(args.process_index)) or {}
+    before = decode_state(saved.get("random_before_next_batch"))
+    return None if before is None else BatchToRebuild(before, decode_state(saved["random"]))
 
 
 def _load_model(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp.sharding.buffers import persistent_buffers
+
 DEFAULT_FOLDER = "."
 
 
@@ -43,16 +45,3 @@ def adapter_keys(model: Any) -> dict[str, dict[str, str]]:
         folders[folder] = {key: name for name, key in keys.items()}
     model._hf_fsdp_adapter_keys = (sorted(model.peft_config), folders)
     return folders
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that `state_dict` has, by name; shared ones once."""
-    buffers: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is None or attribute in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            buffers[f"{path}.{attribute}" if path else attribute] = buffer
-    return buffers

@@ -158,13 +158,6 @@ def get_applied_sharding(model: nn.Module) -> AppliedSharding | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def reshard_all(model: nn.Module) -> None:
-    """Free every gathered parameter: after a forward without backward some units are still whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _keep_class_names(model: nn.Module) -> None:
     """Take back the `FSDP` that `fully_shard` puts before class names, and the module that it says they are from.
 

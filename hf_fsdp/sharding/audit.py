@@ -23,8 +23,9 @@ from hf_fsdp.policies.blocks import class_name
 from hf_fsdp.policies.packed_weights import describe_quantization
 from hf_fsdp.policies.wrap_plan import Unit
 from hf_fsdp.sharding.agree import checksum
-from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding, reshard_all
+from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding
 from hf_fsdp.sharding.mesh import agree_all, shard_axis_size
+from hf_fsdp.sharding.shards import reshard_all
 from hf_fsdp.torch_private import local_shard, read_unit_state
 
 

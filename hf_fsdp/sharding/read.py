@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_fsdp.errors import CheckpointError, Problem
+from hf_fsdp.sharding.buffers import named_persistent_buffers
+from hf_fsdp.sharding.shards import local_box, local_tensor, reshard_all
 from hf_fsdp.storage.tensor_source import TensorSource
 
 _SHOWN = 5
@@ -57,7 +56,7 @@ def read_into_model(
     Raises:
         CheckpointError: with every difference, or the damage of a file.
     """
-    reshard_units(model)
+    reshard_all(model)
     targets = _targets(model)
     aliases = _aliases(targets)
     report = ReadReport()
@@ -100,35 +99,11 @@ def read_local(tensor: torch.Tensor, source: TensorSource, key: str) -> int:
     Returns:
         How many bytes of it this rank holds.
     """
+    local = local_tensor(tensor)
     with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            local, offsets = tensor.to_local().detach(), local_box(tensor)[1]
-        else:
-            local, offsets = tensor.detach(), (0,) * tensor.dim()
         if local.numel():
-            source.read(key, offsets, local)
+            source.read(key, local_box(tensor).offsets, local)
     return local.numel() * local.element_size()
-
-
-def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of `tensor` and where it begins in the whole one."""
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(offsets)
-
-
-def reshard_units(model: nn.Module) -> None:
-    """Free every gathered parameter: what is read belongs into the shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that a state dict holds, by name; a shared one under every name."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, buffer in module.named_buffers(recurse=False):
-            if attribute not in module._non_persistent_buffers_set:
-                yield (f"{path}.{attribute}" if path else attribute), buffer
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from hf_fsdp.sharding.agree import checksum
 from hf_fsdp.sharding.mesh import agree_all, rank
 from hf_fsdp.sharding.origins import Origin
 from hf_fsdp.sharding.outcome import agreed
-from hf_fsdp.sharding.read import local_box
+from hf_fsdp.sharding.shards import as_shard, local_box
 from hf_fsdp.sharding.unread import UnreadParameter, make_placeholder, read_all
 
 if TYPE_CHECKING:
@@ -82,14 +82,12 @@ def read_shards(
         origin, dtype = places.pop(id(tensor), (None, None))
         if origin is None or not isinstance(tensor, DTensor):
             return tensor
-        shape, offsets = local_box(tensor)
-        local = torch.empty(shape, dtype=dtype, device=device)
+        box = local_box(tensor)
+        local = torch.empty(box.shape, dtype=dtype, device=device)
         if local.numel():
-            _read(origin, offsets, local)
+            _read(origin, box.offsets, local)
         bar.update(local.numel() * tensor.element_size())
-        return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return as_shard(local, tensor)
 
     try:
         agreed("read the weights", lambda: model._apply(read))

@@ -18,6 +18,7 @@ import xxhash
 
 from hf_fsdp.errors import CheckpointError
 
+DAMAGED_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 PIECE_BYTES = 16 * 1024**2
 # A JSON file of a checkpoint is read whole; the largest, a manifest of a model with 100,000 tensors, has 30 MiB.
 MAX_JSON_BYTES = 256 * 1024**2
@@ -124,15 +125,14 @@ def read_json(path: Path) -> Any:
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, too many for a file of this kind", fix=_FIX)
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, too many for a file of this kind", fix=DAMAGED_FIX
+            )
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", fix=_FIX) from error
+        raise CheckpointError(f"{path} is missing", fix=DAMAGED_FIX) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error})", fix=_FIX) from error
-
-
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
+        raise CheckpointError(f"{path} is not valid JSON ({error})", fix=DAMAGED_FIX) from error
 
 
 def files_under(folder: Path) -> Iterator[str]:

@@ -25,7 +25,8 @@ import torch
 import xxhash
 
 from hf_fsdp.errors import CheckpointError
-from hf_fsdp.storage.files import PIECE_BYTES, FileRecord
+from hf_fsdp.storage.direct_file import DirectWriter
+from hf_fsdp.storage.files import DAMAGED_FIX, PIECE_BYTES, FileRecord
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -117,6 +118,8 @@ def write_safetensors(
     tensors: Sequence[TensorToWrite],
     metadata: Mapping[str, str] | None = None,
     on_bytes: Callable[[int], None] | None = None,
+    *,
+    direct: bool = False,
 ) -> FileRecord:
     """Write a new file durably, one tensor in memory at a time.
 
@@ -125,6 +128,7 @@ def write_safetensors(
         tensors: what to write. Larger dtypes come first, so that every tensor is aligned.
         metadata: added to the header.
         on_bytes: called with the number of bytes of every piece.
+        direct: past the page cache, for a file that nobody reads again soon.
 
     Returns:
         The file's size and hash.
@@ -134,7 +138,7 @@ def write_safetensors(
     """
     ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
     digest, size = xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=0) as stream:
+    with DirectWriter(path) if direct else open(path, "wb", buffering=0) as stream:
 
         def write(data: Any) -> None:
             nonlocal size
@@ -163,7 +167,8 @@ def write_safetensors(
                 raise ValueError(f"{item.name} changed its shape from {item.shape} to {tuple(tensor.shape)}")
             write(tensor_bytes(tensor.detach().to(device="cpu", dtype=item.dtype)))
             del tensor
-        os.fsync(stream.fileno())
+        if not isinstance(stream, DirectWriter):  # which does it itself
+            os.fsync(stream.fileno())
     return FileRecord(size, digest.hexdigest())
 
 
@@ -222,7 +227,7 @@ def read_header(path: Path) -> SafetensorsHeader:
                 raise _damaged(path, f"it has {size} bytes and says that its header alone has {length}")
             text = stream.read(length)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", fix=_FIX) from error
+        raise CheckpointError(f"{path} is missing", fix=DAMAGED_FIX) from error
     try:
         if (text.count(b"[") + text.count(b"{")) * MIN_BYTES_A_BRACKET > len(text) + 100:
             raise ValueError("it has more lists than tensors could have")
@@ -394,12 +399,9 @@ def _read_into(descriptor: int, begin: int, tensor: torch.Tensor) -> None:
     while done < len(view):
         count = os.preadv(descriptor, [view[done : done + 2**30]], begin + done)
         if count == 0:
-            raise CheckpointError("a file ended while it was read", fix=_FIX)
+            raise CheckpointError("a file ended while it was read", fix=DAMAGED_FIX)
         done += count
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is cut off or damaged: {why}", fix=_FIX)
-
-
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
+    return CheckpointError(f"{path} is cut off or damaged: {why}", fix=DAMAGED_FIX)

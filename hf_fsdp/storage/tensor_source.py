@@ -16,12 +16,11 @@ from typing import Protocol
 import torch
 
 from hf_fsdp.errors import CheckpointError, Problem
-from hf_fsdp.storage.files import read_json, safe_join
+from hf_fsdp.storage.files import DAMAGED_FIX, read_json, safe_join
 from hf_fsdp.storage.safetensors_file import OpenFiles, TensorEntry, read_box, read_header
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,12 @@ class SafetensorsSource:
                 problems.append(problem)
         if expected is not None:
             problems += [
-                Problem(message=f"{name} is in the manifest and in no file", fix=_FIX)
+                Problem(message=f"{name} is in the manifest and in no file", fix=DAMAGED_FIX)
                 for name in expected
                 if name not in self.parts
             ]
             problems += [
-                Problem(message=f"{name} is in a file and not in the manifest", fix=_FIX)
+                Problem(message=f"{name} is in a file and not in the manifest", fix=DAMAGED_FIX)
                 for name in self.parts
                 if name not in expected
             ]
@@ -170,11 +169,11 @@ def hf_folder_source(folder: Path) -> SafetensorsSource:
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map from names to files", fix=_FIX)
+        raise CheckpointError(f"{index} has no weight_map from names to files", fix=DAMAGED_FIX)
     files = [safe_join(folder, name, trusted=hub_blobs(folder)) for name in sorted(set(weight_map.values()))]
     source = SafetensorsSource(files)
     if missing := sorted(set(weight_map) - set(source.tensors)):
-        raise CheckpointError(f"{index} names {missing[0]!r}, which is in none of its files", fix=_FIX)
+        raise CheckpointError(f"{index} names {missing[0]!r}, which is in none of its files", fix=DAMAGED_FIX)
     return source
 
 
@@ -192,7 +191,7 @@ def hub_blobs(folder: Path) -> Path | None:
 def check_coverage(name: str, info: TensorInfo, parts: Sequence[TensorEntry]) -> Problem | None:
     """Return what is wrong when `parts` do not make up the whole tensor, each element once; None when they do."""
     if any(part.dtype != info.dtype for part in parts):
-        return Problem(message=f"the parts of {name} have different dtypes", fix=_FIX)
+        return Problem(message=f"the parts of {name} have different dtypes", fix=DAMAGED_FIX)
     num_wanted = math.prod(info.shape)
     num_held = sum(math.prod(part.shape) for part in parts)
     overlap = _overlaps(parts)
@@ -206,7 +205,7 @@ def check_coverage(name: str, info: TensorInfo, parts: Sequence[TensorEntry]) ->
     return Problem(
         message=f"{name} {list(info.shape)} is not whole: its {len(parts)} parts hold {num_held} of {num_wanted} "
         f"values{' and overlap' if overlap else ''}",
-        fix=_FIX,
+        fix=DAMAGED_FIX,
     )
 
 
@@ -228,7 +227,7 @@ def _whole(name: str, parts: Sequence[Part], expected: TensorInfo | None) -> Ten
     first = parts[0].entry
     shapes = {part.entry.whole_shape for part in parts if part.entry.whole_shape is not None}
     if len({len(part.entry.shape) for part in parts}) > 1 or len(shapes) > 1:
-        raise CheckpointError(f"the parts of {name} do not belong to one tensor", fix=_FIX)
+        raise CheckpointError(f"the parts of {name} do not belong to one tensor", fix=DAMAGED_FIX)
     shape = next(iter(shapes)) if shapes else None
     if shape is None:
         ends = zip(*([o + s for o, s in zip(p.entry.offsets, p.entry.shape, strict=True)] for p in parts), strict=True)
@@ -237,6 +236,6 @@ def _whole(name: str, parts: Sequence[Part], expected: TensorInfo | None) -> Ten
         raise CheckpointError(
             f"{name} is {list(shape)} {first.dtype} in the files and {list(expected.shape)} {expected.dtype} "
             "in the manifest",
-            fix=_FIX,
+            fix=DAMAGED_FIX,
         )
     return TensorInfo(first.dtype, shape)

@@ -36,9 +36,9 @@ from hf_fsdp.checkpoint.foreign import ForeignCheckpoint, open_foreign
 from hf_fsdp.checkpoint.foreign.names import live_names
 from hf_fsdp.checkpoint.load import load_model
 from hf_fsdp.checkpoint.optimizer_state import load_optimizer_state
-from hf_fsdp.checkpoint.parts import local_box
 from hf_fsdp.checkpoint.random_state import read_random_state
 from hf_fsdp.errors import CheckpointError
+from hf_fsdp.sharding.shards import local_box
 from hf_fsdp.storage.tensor_source import TensorSource, read_whole
 from tests.distributed.behaviour_cases import all_sharded, losses_of, make_arguments
 from tests.distributed.resuming import shared_folder

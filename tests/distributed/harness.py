@@ -1,4 +1,5 @@
-"""Runs cases on N real gloo processes: one spawn for many cases, because starting Python and torch is the slow part.
+"""Runs cases on N real gloo processes: one start for many cases, and each rank forked from a process that has imported
+torch and the rest, because those imports are the slow part.
 
 A case is a function ``case(rank, world_size)`` that returns plain values and tensors. All ranks run the same cases in
 the same order. When a case raises on one rank, the others may wait in a collective for ever: the spawn is then ended
@@ -8,9 +9,9 @@ and started again behind that case, and the case's test gets the failing rank's 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import multiprocessing.forkserver
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -18,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,7 +56,8 @@ def run_cases(
         cases: in the order to run.
         world_size: 1 runs without a process group, as a person's single process would.
         seconds_per_case: time limit of one case, the first one's imports included.
-        environment: added to the processes' environment.
+        environment: added to the processes' environment. They are then started anew, since libraries read theirs
+            when they are imported.
     """
     outcomes: dict[str, Outcome] = {}
     remaining = list(cases)
@@ -67,28 +71,33 @@ def run_cases(
 def _spawn(
     module: str, cases: list[str], world_size: int, seconds_per_case: float, environment: dict[str, str]
 ) -> dict[str, Outcome]:
-    with tempfile.TemporaryDirectory(prefix="hf-fsdp-test-") as folder, contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(open(Path(folder, f"output-{rank}.txt"), "wb")) for rank in range(world_size)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.harness", module, folder, *cases],
-                cwd=REPOSITORY,
-                env={**os.environ, **_rank_environment(rank, world_size), **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, output in enumerate(outputs)
-        ]
+    with tempfile.TemporaryDirectory(prefix="hf-fsdp-test-") as folder:
+        processes = []
+        for rank in range(world_size):
+            variables = {**os.environ, **_COMMON_ENVIRONMENT, **_rank_environment(rank, world_size), **environment}
+            context = multiprocessing.get_context("spawn") if environment else _forking_context()
+            processes.append(context.Process(target=_work, args=(module, Path(folder), cases, variables)))
+            with mock.patch.dict(os.environ, variables, clear=True):  # for libraries that a new process imports first
+                processes[-1].start()
         try:
             return _collect(processes, cases, Path(folder), world_size, seconds_per_case)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
+                process.close()
+
+
+def _forking_context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    with mock.patch.dict(os.environ, _COMMON_ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def _collect(
-    processes: list[subprocess.Popen[bytes]], cases: list[str], folder: Path, world_size: int, seconds_per_case: float
+    processes: Sequence[BaseProcess], cases: list[str], folder: Path, world_size: int, seconds_per_case: float
 ) -> dict[str, Outcome]:
     import torch
 
@@ -101,7 +110,7 @@ def _collect(
                 outcomes[name] = Outcome([torch.load(file, weights_only=True) for file in files])
                 break
             failed = [folder / f"{name}-{rank}.failed" for rank in range(world_size)]
-            died = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+            died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
             if any(file.exists() for file in failed) or died or time.monotonic() > deadline:
                 time.sleep(0.5)  # let the other ranks write what they saw
                 outcomes[name] = Outcome(failure=_explain(name, folder, world_size, died, seconds_per_case))
@@ -124,18 +133,19 @@ def _explain(name: str, folder: Path, world_size: int, died: list[int], seconds:
     return "\n".join(parts)
 
 
+_COMMON_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "offline",
+    "PYTHONWARNINGS": "default",
+}
+
+
 def _rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    common = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "offline",
-        "PYTHONWARNINGS": "default",
-    }
     if world_size == 1:
-        return common
+        return {}
     return {
-        **common,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -149,12 +159,20 @@ def _rank_environment(rank: int, world_size: int) -> dict[str, str]:
 # -- in the worker ----------------------------------------------------------------------------------------------------
 
 
-def _work(module: str, folder: Path, cases: list[str]) -> None:
+def _work(module: str, folder: Path, cases: list[str], variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(REPOSITORY)
+    multiprocessing.set_start_method(None, force=True)  # what a rank starts, it starts as a script of a person does
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    with open(folder / f"output-{rank}.txt", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         dist.init_process_group(
             "gloo",
@@ -194,7 +212,3 @@ def _write(path: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         path.with_suffix(".partial").write_text(text)
         os.replace(path.with_suffix(".partial"), path)
-
-
-if __name__ == "__main__":
-    _work(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from accelerate.utils import GradScalerKwargs
 from datasets import Dataset
@@ -27,7 +30,7 @@ from tests.distributed.resume_compare import cut_in_two, held
 from tests.distributed.resume_models import experts, image_rows, llama, llava, lora, partly_frozen
 from tests.distributed.resuming import Kind, Life, Outcome
 from tests.distributed.sft_cases import build_tokenizer
-from tests.distributed.tiny_models import build_model, build_t5
+from tests.distributed.tiny_models import VOCABULARY, build_model, build_t5
 from tests.distributed.trainer_kinds_cases import move_weights, preference_rows
 from tests.distributed.training import build_dataset
 
@@ -91,6 +94,21 @@ def masking_collator(rows: list[Any]) -> dict[str, Any]:
     return batch
 
 
+class AugmentedRows(torch.utils.data.Dataset[dict[str, list[int]]]):
+    """Rows in which one token is another one whenever they are read, drawn from Python's and NumPy's generators."""
+
+    def __init__(self, num_rows: int):
+        self._rows = build_dataset(num_rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self._rows[index]
+        row["input_ids"][random.randrange(len(row["input_ids"]))] = int(numpy.random.randint(3, VOCABULARY))
+        return row
+
+
 def policy() -> nn.Module:
     model = build_model("llama", tied=False)
     move_weights(model)
@@ -133,7 +151,6 @@ LONG: dict[str, Any] = {
     "num_steps": 10,
     "save_step": 7,
 }
-# At the end of an epoch even what a collator draws goes on; its first batch is drawn after the random state is back.
 EPOCHS = Kind(
     trainer=lambda model: {"data_collator": masking_collator},
     model=llama(dropout=0.1),
@@ -142,10 +159,23 @@ EPOCHS = Kind(
     num_steps=9,
     save_step=3,
 )
+# Cut after the first step of the second epoch: the batch after it was built before it.
+MASKED = Kind(
+    trainer=lambda model: {"data_collator": masking_collator, **evaluated(model)},
+    model=llama(dropout=0.1),
+    dataset=lambda: AugmentedRows(16),
+    arguments=evaluating(),
+    num_steps=8,
+    save_step=5,
+)
 KINDS: dict[str, Any] = {
     "fp32": cut_in_two(Kind(model=llama(dropout=0.1), **LONG), saves=False),
     "bf16": cut_in_two(Kind(model=llama(dropout=0.1), config={"precision": "bf16-mixed"}, **LONG)),
     "epoch": cut_in_two(EPOCHS),
+    "masked": cut_in_two(MASKED),
+    "masked_accumulated": cut_in_two(
+        replace(MASKED, dataset=lambda: AugmentedRows(40), arguments={"gradient_accumulation_steps": 2}, save_step=7)
+    ),
     "lora": cut_in_two(Kind(model=lora(), arguments=RESTARTS, num_steps=6, save_step=4)),
     "lora_checkpointing": cut_in_two(Kind(model=lora(), config=FULL_CHECKPOINTING)),
     "adapters": cut_in_two(Kind(model=lora(adapters=("default", "other"), modules_to_save=["lm_head"])), newest=True),

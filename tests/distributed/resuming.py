@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -45,7 +44,7 @@ class Kind:
     config: dict[str, Any] = field(default_factory=lambda: {"precision": "fp32"})
     arguments: dict[str, Any] = field(default_factory=dict)
     trainer: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
-    dataset: Callable[[], Dataset] = lambda: build_dataset(32)
+    dataset: Callable[[], Any] = lambda: build_dataset(32)
     num_steps: int = 4
     save_step: int = 2
     global_batch: int = 4

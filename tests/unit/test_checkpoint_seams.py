@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from accelerate.data_loader import DataLoaderShard, DataLoaderStateMixin, SkipBatchSampler, skip_first_batches
 from torch.distributed.checkpoint import _hf_utils
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from hf_fsdp.integrations.checkpoint_seams import install_checkpoint_seams
 from hf_fsdp.storage import safetensors_file
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
 
 
 @pytest.mark.parametrize(
@@ -72,3 +81,27 @@ def test_parts_are_described_as_torchs_hugging_face_storage_does() -> None:
     assert _hf_utils.CUSTOM_METADATA_KEY == safetensors_file.SHARDING_INFO
     assert _hf_utils.SAVED_OFFSETS_KEY == safetensors_file.SAVED_OFFSETS
     assert _hf_utils._gen_file_name(1, 1, 2) == "shard-00002-model-00001-of-00001.safetensors"
+
+
+def test_accelerates_loader_builds_its_batches_where_the_generators_are_noted() -> None:
+    source = inspect.getsource(inspect.unwrap(DataLoaderShard.__iter__))
+    asked, built, given = (
+        source.index(text)
+        for text in ("self.base_dataloader.__iter__()", "next_batch = next(dataloader_iter)", "yield current_batch")
+    )
+    assert asked < built < given, "the loader no longer asks its base, builds a batch ahead and then gives one"
+    assert "self.gradient_state._add_dataloader(self)" in inspect.getsource(DataLoaderStateMixin.begin)
+
+
+def test_trainer_restores_the_generators_once_after_the_first_batches_of_a_resumed_epoch() -> None:
+    source = inspect.getsource(Trainer._run_epoch)
+    skipped, asked, built = (
+        source.index(text) for text in ("skip_first_batches(", "iter(train_dataloader)", "self.get_batch_samples(")
+    )
+    assert skipped < asked < built < source.rindex("self._load_rng_state(")
+
+
+@pytest.mark.parametrize("dataset", [list(range(8)), _Stream()], ids=["map", "stream"])
+def test_a_loader_that_leaves_batches_out_is_known_as_one(dataset: Any) -> None:
+    loader = skip_first_batches(DataLoaderShard(dataset, batch_size=2), 2)
+    assert isinstance(loader.batch_sampler, SkipBatchSampler) or loader.skip_batches == 2

@@ -16,7 +16,7 @@ import torch
 
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.policies.wrap_plan import shared_owners
-from hf_fsdp.sharding.adapters import persistent_buffers
+from hf_fsdp.sharding.buffers import persistent_buffers
 from hf_fsdp.storage.files import read_json
 
 CONFIG_FILE = "config.json"

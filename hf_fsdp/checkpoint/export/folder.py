@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import xxhash
 
-from hf_fsdp.checkpoint.export.plan import PIECE_BYTES
 from hf_fsdp.checkpoint.find import CHECKPOINT
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE
 from hf_fsdp.errors import CheckpointError, ConfigError, Problem
+from hf_fsdp.storage.direct_file import read_pieces
 from hf_fsdp.storage.files import fsync_folder, write_bytes
 from hf_fsdp.storage.safetensors_file import TensorToWrite, read_header, tensor_bytes, write_safetensors
 from hf_fsdp.storage.tensor_source import INDEX_FILE, WEIGHTS_FILE
@@ -233,7 +233,7 @@ def write_file(
         return replace(item, read=read)
 
     (written.folder / name).parent.mkdir(parents=True, exist_ok=True)
-    write_safetensors(written.folder / name, [hashed(item) for item in tensors], on_bytes=on_bytes)
+    write_safetensors(written.folder / name, [hashed(item) for item in tensors], on_bytes=on_bytes, direct=True)
     written.files.append(name)
     written.digests[name] = digests
 
@@ -260,15 +260,17 @@ def _index(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Return the hash of every tensor in a file, read a piece at a time."""
-    digests = {}
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    with open(path, "rb", buffering=0) as stream:
-        for entry in sorted(read_header(path).entries.values(), key=lambda entry: entry.begin):
-            stream.seek(entry.begin)
-            digest, left = xxhash.xxh3_128(), entry.end - entry.begin
-            while left and (count := stream.readinto(buffer[: min(left, PIECE_BYTES)])):
-                digest.update(buffer[:count])
-                left -= count
-            digests[entry.name] = digest.hexdigest()
-    return digests
+    """Return the hash of every tensor in a file, as it comes from the disk."""
+    entries = sorted(read_header(path).entries.values(), key=lambda entry: entry.begin)
+    digests = {entry.name: xxhash.xxh3_128() for entry in entries}
+    position, index = 0, 0
+    for piece in read_pieces(path):
+        end = position + len(piece)
+        while index < len(entries) and entries[index].begin < end:
+            entry = entries[index]
+            digests[entry.name].update(piece[max(entry.begin - position, 0) : entry.end - position])
+            if entry.end > end:
+                break
+            index += 1
+        position = end
+    return {name: digest.hexdigest() for name, digest in digests.items()}

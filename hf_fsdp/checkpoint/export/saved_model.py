@@ -15,12 +15,11 @@ from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, Manifest
 from hf_fsdp.checkpoint.verify import ADAPTER_FILE, open_model_source
 from hf_fsdp.errors import CheckpointError, Problem
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER
-from hf_fsdp.storage.files import safe_join
+from hf_fsdp.storage.files import DAMAGED_FIX, safe_join
 from hf_fsdp.storage.safetensors_file import read_header
 from hf_fsdp.storage.tensor_source import SafetensorsSource, TensorSource
 
 ADAPTER_CONFIG = "adapter_config.json"
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 # Folders of a checkpoint that have nothing to do with the model as others use it.
 _OURS = ("model", "optimizer", "state")
 # Weights (they are written anew), pickles, and what only a run that goes on needs.
@@ -127,9 +126,11 @@ def _check_sizes(folder: Path, manifest: Manifest) -> list[Problem]:
         if name.startswith("optimizer/"):
             continue
         if not path.is_file():
-            problems.append(Problem(message=f"{path} is missing", fix=_FIX))
+            problems.append(Problem(message=f"{path} is missing", fix=DAMAGED_FIX))
         elif path.stat().st_size != record.size:
-            problems.append(Problem(message=f"{path} has {path.stat().st_size} bytes, not {record.size}", fix=_FIX))
+            problems.append(
+                Problem(message=f"{path} has {path.stat().st_size} bytes, not {record.size}", fix=DAMAGED_FIX)
+            )
     return problems
 
 
@@ -138,7 +139,7 @@ def _open_foreign(folder: Path, lines: tuple[str, ...]) -> SavedModel:
 
     foreign = open_foreign(folder)
     if foreign.model is None:
-        raise CheckpointError(f"{folder} holds no weights that can be read ({foreign.kind})", fix=_FIX)
+        raise CheckpointError(f"{folder} holds no weights that can be read ({foreign.kind})", fix=DAMAGED_FIX)
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     documents = document_names([name for name in names if safe_join(folder, name)])
     lines = (*lines, f"written by another program, without a mark that says whether it is whole: {foreign.kind}")

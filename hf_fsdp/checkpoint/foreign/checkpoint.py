@@ -21,7 +21,7 @@ from hf_fsdp.checkpoint.foreign.optimizer import ForeignOptimizer, open_optimize
 from hf_fsdp.checkpoint.foreign.torch_file import load_torch_file
 from hf_fsdp.checkpoint.json_state import encode_state
 from hf_fsdp.errors import CheckpointError
-from hf_fsdp.storage.files import safe_join
+from hf_fsdp.storage.files import DAMAGED_FIX, safe_join
 from hf_fsdp.storage.tensor_source import TensorSource
 
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -207,12 +207,9 @@ def _first_state(folder: Path, names: tuple[str, ...]) -> dict[str, Any] | None:
         return None
     content = load_torch_file(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} where a state_dict should be", fix=_FIX)
+        raise CheckpointError(f"{path} holds a {type(content).__name__} where a state_dict should be", fix=DAMAGED_FIX)
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in content.items()}
 
 
 def _find(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((safe_join(folder, name) for name in names if (folder / name).is_file()), None)
-
-
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"

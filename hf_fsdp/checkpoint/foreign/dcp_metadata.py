@@ -14,12 +14,11 @@ import torch
 
 from hf_fsdp.checkpoint.foreign.unpickle import Record, load_dcp_pickle
 from hf_fsdp.errors import CheckpointError, Problem
-from hf_fsdp.storage.files import safe_join
+from hf_fsdp.storage.files import DAMAGED_FIX, safe_join
 from hf_fsdp.storage.safetensors_file import MAX_DIMS, TensorEntry
 from hf_fsdp.storage.tensor_source import TensorInfo, check_coverage
 
 METADATA_FILE = ".metadata"
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 _MAX_PROBLEMS = 5
 
 
@@ -71,7 +70,7 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
         with _garbage_collection_paused():
             return _read(folder, load_dcp_pickle(safe_join(folder, METADATA_FILE)))
     except _MalformedError as error:
-        raise CheckpointError(f"{folder / METADATA_FILE} is damaged: {error}", fix=_FIX) from error
+        raise CheckpointError(f"{folder / METADATA_FILE} is damaged: {error}", fix=DAMAGED_FIX) from error
 
 
 @contextlib.contextmanager
@@ -100,7 +99,7 @@ def _read(folder: Path, metadata: Record) -> DcpFolder:
         kind = _text(key, "a key") and _record(item, key).class_name.rpartition(".")[2]
         if kind == "BytesStorageMetadata":
             if (stored := ranges.get((key, None))) is None:
-                problems.append(Problem(message=f"{key} of {folder} is in none of its files", fix=_FIX))
+                problems.append(Problem(message=f"{key} of {folder} is in none of its files", fix=DAMAGED_FIX))
             else:
                 values[key] = stored
         elif kind == "TensorStorageMetadata":
@@ -154,7 +153,7 @@ def _tensor(
         if not math.prod(shape):
             continue
         if stored is None:
-            return info, (), Problem(message=f"the part of {key} at {list(offsets)} is in no file", fix=_FIX)
+            return info, (), Problem(message=f"the part of {key} at {list(offsets)} is in no file", fix=DAMAGED_FIX)
         num_bytes = math.prod(shape) * info.dtype.itemsize
         if stored.end - stored.begin < num_bytes:
             raise _MalformedError(f"{num_bytes} bytes of {key} are said to lie in {stored.end - stored.begin}")
@@ -174,9 +173,11 @@ def _file_problems(folder: Path, ranges: list[StoredRange]) -> list[Problem]:
     for path, end in sorted(ends.items()):
         lost = f"it holds parts of {counts[path]} of the values in {folder.name}"
         if not path.is_file():
-            problems.append(Problem(message=f"{path} is missing; {lost}", fix=_FIX))
+            problems.append(Problem(message=f"{path} is missing; {lost}", fix=DAMAGED_FIX))
         elif (size := path.stat().st_size) < end:
-            problems.append(Problem(message=f"{path} is cut off: it has {size} of {end} bytes; {lost}", fix=_FIX))
+            problems.append(
+                Problem(message=f"{path} is cut off: it has {size} of {end} bytes; {lost}", fix=DAMAGED_FIX)
+            )
     return problems
 
 

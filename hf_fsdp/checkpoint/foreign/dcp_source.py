@@ -11,10 +11,9 @@ import torch
 from hf_fsdp.checkpoint.foreign.dcp_metadata import DcpFolder, StoredPart
 from hf_fsdp.checkpoint.foreign.torch_file import find_tensor_bytes, load_torch_range
 from hf_fsdp.errors import CheckpointError
+from hf_fsdp.storage.files import DAMAGED_FIX
 from hf_fsdp.storage.safetensors_file import OpenFiles, TensorEntry, read_box
 from hf_fsdp.storage.tensor_source import TensorInfo
-
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 
 
 class DcpSource:
@@ -86,7 +85,7 @@ def _locate(name: str, info: TensorInfo, part: StoredPart) -> TensorEntry | None
     if type(tensor) is not torch.Tensor or tensor.dtype != info.dtype or tuple(tensor.shape) != part.shape:
         found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise CheckpointError(
-            f"{stored.path} holds {found} where {list(part.shape)} {info.dtype} of {name} should be", fix=_FIX
+            f"{stored.path} holds {found} where {list(part.shape)} {info.dtype} of {name} should be", fix=DAMAGED_FIX
         )
     num_bytes = math.prod(part.shape) * info.dtype.itemsize
     place = find_tensor_bytes(stored.path, stored.begin, stored.end)

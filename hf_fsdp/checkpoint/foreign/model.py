@@ -16,7 +16,7 @@ from hf_fsdp.checkpoint.foreign.names import LiveNames, canonical_names
 from hf_fsdp.checkpoint.foreign.torch_file import load_torch_file
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER
-from hf_fsdp.storage.files import read_json, safe_join
+from hf_fsdp.storage.files import DAMAGED_FIX, read_json, safe_join
 from hf_fsdp.storage.safetensors_file import read_header
 from hf_fsdp.storage.tensor_source import (
     INDEX_FILE,
@@ -31,7 +31,6 @@ FULL_FILE, SHARDED_FOLDER = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"
 ADAPTER_FILE = "adapter_model.safetensors"
 TORCH_FILE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 
 
 @dataclass
@@ -127,13 +126,13 @@ def _read_torch(folder: Path, live: LiveNames | None) -> ForeignModel:
         return _read_torch_files([safe_join(folder, TORCH_FILE)], live)
     weight_map = read_json(safe_join(folder, TORCH_INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map from names to files", fix=_FIX)
+        raise CheckpointError(f"{index} has no weight_map from names to files", fix=DAMAGED_FIX)
     found = _read_torch_files([safe_join(folder, name) for name in sorted(set(weight_map.values()))], live)
     lost = set(canonical_names(weight_map, live, str(index), live.file_keys(weight_map) if live else None)) - set(
         found.source.tensors if found.source else ()
     )
     if lost:
-        raise CheckpointError(f"{index} names {sorted(lost)[0]!r}, which is in none of its files", fix=_FIX)
+        raise CheckpointError(f"{index} names {sorted(lost)[0]!r}, which is in none of its files", fix=DAMAGED_FIX)
     return found
 
 
@@ -145,7 +144,7 @@ def _read_torch_files(paths: Iterable[Path], live: LiveNames | None) -> ForeignM
         where = where or str(path)
         content = load_torch_file(path)
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise CheckpointError(f"{path} holds no weights by name", fix=_FIX)
+            raise CheckpointError(f"{path} holds no weights by name", fix=DAMAGED_FIX)
         for key, value in content.items():
             if isinstance(value, torch.Tensor):
                 tensors[key] = value

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import torch
 
 from hf_fsdp.errors import CheckpointError
+from hf_fsdp.storage.files import DAMAGED_FIX
 
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
@@ -38,7 +38,7 @@ def load_torch_file(path: Path, *, allowed: Sequence[Any] = ()) -> Any:
         with open(path, "rb") as stream:
             check_archive(stream, str(path))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", fix=_FIX) from error
+        raise CheckpointError(f"{path} is missing", fix=DAMAGED_FIX) from error
     with torch.serialization.safe_globals(list(allowed)):
         return _load(path, str(path), map_location="cpu", mmap=True)
 
@@ -142,7 +142,7 @@ def _hostile(what: str, why: str) -> CheckpointError:
 
 
 def _damaged(what: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{what} is cut off or damaged: {why}", fix=_FIX)
+    return CheckpointError(f"{what} is cut off or damaged: {why}", fix=DAMAGED_FIX)
 
 
 class FileRange(io.RawIOBase):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_fsdp.errors import CheckpointError
+from hf_fsdp.storage.files import DAMAGED_FIX
 from hf_fsdp.storage.safetensors_file import MAX_DIMS
 
 # DCP describes a chunk in about 300 bytes: this is enough for 1,000 tensors on 3,000 ranks.
@@ -89,11 +90,13 @@ def load_dcp_pickle(path: Path) -> Record:
     """
     try:
         if path.stat().st_size > MAX_PICKLE_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, too many for DCP's metadata", fix=_FIX)
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, too many for DCP's metadata", fix=DAMAGED_FIX
+            )
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing: torch DCP writes it last, so this save was cut off", fix=_FIX
+            f"{path} is missing: torch DCP writes it last, so this save was cut off", fix=DAMAGED_FIX
         ) from error
     try:
         record = _DcpUnpickler(io.BytesIO(data)).load()
@@ -105,10 +108,10 @@ def load_dcp_pickle(path: Path) -> Record:
     except _UNREADABLE as error:
         raise CheckpointError(
             f"{path} is cut off or damaged: it cannot be read as DCP's metadata ({type(error).__name__}: {error})",
-            fix=_FIX,
+            fix=DAMAGED_FIX,
         ) from error
     if not isinstance(record, Record) or record.class_name != f"{_METADATA}.Metadata":
-        raise CheckpointError(f"{path} holds no DCP metadata", fix=_FIX)
+        raise CheckpointError(f"{path} holds no DCP metadata", fix=DAMAGED_FIX)
     return record
 
 
@@ -222,4 +225,3 @@ _UNREADABLE = (
     OverflowError,
     struct.error,
 )
-_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
