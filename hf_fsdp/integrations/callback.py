@@ -25,6 +25,7 @@ from hf_fsdp.integrations import trl as trl_seam
 from hf_fsdp.integrations.backend import TrainingBackend
 from hf_fsdp.integrations.checkpoint_seams import install_checkpoint_seams
 from hf_fsdp.integrations.checkpoints import Checkpoints
+from hf_fsdp.integrations.data_draws import seed_sampler
 from hf_fsdp.integrations.dynamo import read_dynamo_plugin, take_over_compilation
 from hf_fsdp.integrations.evaluation import install_evaluation_seams
 from hf_fsdp.integrations.fork import check_fork
@@ -150,6 +151,7 @@ class FSDPCallback(TrainerCallback):
         control: TrainerControl,
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
         """Audit the model that is about to be trained, with its optimizer."""
@@ -159,6 +161,7 @@ class FSDPCallback(TrainerCallback):
             self._prove_unsharded_packing(args, model)
         else:
             backend.begin_training(model, raw_optimizer(optimizer))
+            seed_sampler(train_dataloader, args)
         self.checkpoints.resume.restore_running_loss()
         self.checkpoints.test(model, None if args.save_strategy == SaveStrategy.NO else Path(args.output_dir))
 

@@ -17,7 +17,7 @@ from hf_fsdp.checkpoint.documents import ARGUMENTS_FILE, DATA_FILE, SCALER_FILE,
 from hf_fsdp.checkpoint.find import TRAINER_STATE_FILE
 from hf_fsdp.checkpoint.json_state import encode_state
 from hf_fsdp.checkpoint.random_state import read_random_state
-from hf_fsdp.integrations.batch_draws import generators_before_next_batch
+from hf_fsdp.integrations.data_draws import generators_before_next_batch
 from hf_fsdp.integrations.data_position import read_data_position
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER, adapter_keys, is_peft_model
 from hf_fsdp.storage.files import json_bytes

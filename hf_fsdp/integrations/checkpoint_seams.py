@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hf_fsdp.config.io import TRAINER_BLOCK
 from hf_fsdp.integrations.accelerate import replace_method
-from hf_fsdp.integrations.batch_draws import install_batch_draws_seam
 from hf_fsdp.integrations.checkpoints import Checkpoints
+from hf_fsdp.integrations.data_draws import install_data_draws_seams
+from hf_fsdp.integrations.data_position import place_in_stream
 
 _ATTRIBUTE = "checkpoints"
 
@@ -23,6 +25,7 @@ _ATTRIBUTE = "checkpoints"
 def install_checkpoint_seams() -> None:
     """Put the seams in place; calling it again changes nothing."""
     replace_method(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
+    replace_method(Trainer, "_init_training_state", _init_training_state)
     replace_method(Trainer, "_save_checkpoint", _save_checkpoint)
     replace_method(Trainer, "_load_from_checkpoint", _load_from_checkpoint)
     replace_method(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
@@ -30,7 +33,7 @@ def install_checkpoint_seams() -> None:
     replace_method(Trainer, "_load_rng_state", _load_rng_state)
     replace_method(Trainer, "_load_best_model", _load_best_model)
     replace_method(Trainer, "_finalize_training", _finalize_training)
-    install_batch_draws_seam()
+    install_data_draws_seams()
 
 
 def checkpoints_of(trainer: Trainer) -> Checkpoints | None:
@@ -54,6 +57,22 @@ def _create_accelerator(original: Callable[..., None], trainer: Trainer) -> None
         original()
     finally:
         args.save_only_model = asked
+
+
+def _init_training_state(
+    original: Callable[..., tuple[int, int]],
+    trainer: Trainer,
+    max_steps: int,
+    num_update_steps_per_epoch: int,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[int, int]:
+    """Find the place in a dataset without a length, which Trainer takes for one that is as long as the run."""
+    place = original(max_steps, num_update_steps_per_epoch, *args, **kwargs)
+    is_stream = num_update_steps_per_epoch == max_steps and not has_length(trainer.train_dataset)
+    if checkpoints_of(trainer) is None or trainer.args.ignore_data_skip or not is_stream:
+        return place
+    return place_in_stream(trainer.state, max_steps * trainer.args.gradient_accumulation_steps)
 
 
 def _save_checkpoint(original: Callable[..., None], trainer: Trainer, model: nn.Module, trial: Any) -> None:

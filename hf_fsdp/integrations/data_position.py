@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 
 
 def read_data_position(trainer: Trainer) -> dict[str, Any]:
@@ -55,6 +55,17 @@ def compare_data_position(saved: Mapping[str, Any], trainer: Trainer) -> list[st
     if saved.get("world_size") != now["world_size"]:
         lines += _after_other_world(saved, now, trainer)
     return lines
+
+
+def place_in_stream(state: TrainerState, num_batches: int) -> tuple[int, int]:
+    """Return how often a dataset without a length was gone through, and how many batches it gave this rank since then.
+
+    Args:
+        state: as it was saved; its epoch counts passes.
+        num_batches: of the whole run, which Trainer takes for the length of one pass.
+    """
+    passes = int(state.epoch or 0.0)
+    return passes, round(((state.epoch or 0.0) - passes) * num_batches)
 
 
 def _after_other_world(saved: Mapping[str, Any], now: Mapping[str, Any], trainer: Trainer) -> list[str]:

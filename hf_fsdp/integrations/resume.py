@@ -29,8 +29,8 @@ from hf_fsdp.checkpoint.random_state import set_random_state, shift_random_state
 from hf_fsdp.checkpoint.verify import verify_together
 from hf_fsdp.config.schema import CheckpointConfig
 from hf_fsdp.errors import CheckpointError, HfFsdpError
-from hf_fsdp.integrations.batch_draws import BatchToRebuild, await_batch
 from hf_fsdp.integrations.checkpoint_files import restore_running_loss, restore_schedule
+from hf_fsdp.integrations.data_draws import BatchToRebuild, await_batch
 from hf_fsdp.integrations.data_position import compare_data_position
 from hf_fsdp.integrations.optimizers import raw_optimizer
 from hf_fsdp.sharding.mesh import agree_all, rank

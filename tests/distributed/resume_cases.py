@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import GradScalerKwargs
 from datasets import Dataset
 from torch import nn
+from torch.utils.data import WeightedRandomSampler
 from transformers import (
     EarlyStoppingCallback,
     Seq2SeqTrainer,
@@ -109,6 +110,45 @@ class AugmentedRows(torch.utils.data.Dataset[dict[str, list[int]]]):
         return row
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Eight batches in another order each time; it has no length."""
+
+    def __init__(self) -> None:
+        self._rows, self._epoch = AugmentedRows(32), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        order = torch.randperm(len(self._rows), generator=torch.Generator().manual_seed(self._epoch))
+        return (self._rows[index] for index in order.tolist())
+
+
+class WeightedTrainer(Trainer):
+    """Draws samples with replacement, from torch's global generator."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return WeightedRandomSampler([1.0] * 12 + [4.0] * 4, 16)
+
+
+def rows_of_any_length() -> Dataset:
+    rows = [[3 + index % 40] * (4 + index * 7 % 9) for index in range(32)]
+    return Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
+
+
+def padding_collator(rows: list[Any]) -> dict[str, Any]:
+    def padded(name: str, value: int) -> torch.Tensor:
+        tensors = [torch.tensor(row[name]) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+
+
+def second_epoch(unbroken: Life, again: Life) -> Outcome:
+    """How many different samples the second epoch of eight steps had."""
+    return {"num_samples": len({sample for step in range(9, 17) for sample in unbroken.samples[step]})}
+
+
 def policy() -> nn.Module:
     model = build_model("llama", tied=False)
     move_weights(model)
@@ -168,6 +208,16 @@ MASKED = Kind(
     num_steps=8,
     save_step=5,
 )
+# Dropout draws other numbers on each rank here, whose batches have different lengths.
+GROUPED = Kind(
+    trainer=lambda model: {"data_collator": padding_collator},
+    model=llama(dropout=0.1),
+    dataset=rows_of_any_length,
+    arguments={"train_sampling_strategy": "group_by_length"},
+    num_steps=16,
+    save_step=10,
+)
+UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}}
 KINDS: dict[str, Any] = {
     "fp32": cut_in_two(Kind(model=llama(dropout=0.1), **LONG), saves=False),
     "bf16": cut_in_two(Kind(model=llama(dropout=0.1), config={"precision": "bf16-mixed"}, **LONG)),
@@ -176,6 +226,10 @@ KINDS: dict[str, Any] = {
     "masked_accumulated": cut_in_two(
         replace(MASKED, dataset=lambda: AugmentedRows(40), arguments={"gradient_accumulation_steps": 2}, save_step=7)
     ),
+    "grouped": cut_in_two(GROUPED, after=second_epoch),
+    "weighted": cut_in_two(replace(MASKED, trainer_class=(WeightedTrainer, TrainingArguments))),
+    "unseeded": cut_in_two(replace(MASKED, arguments=UNSEEDED)),
+    "stream": cut_in_two(replace(MASKED, dataset=Stream, num_steps=14, save_step=11)),
     "lora": cut_in_two(Kind(model=lora(), arguments=RESTARTS, num_steps=6, save_step=4)),
     "lora_checkpointing": cut_in_two(Kind(model=lora(), config=FULL_CHECKPOINTING)),
     "adapters": cut_in_two(Kind(model=lora(adapters=("default", "other"), modules_to_save=["lm_head"])), newest=True),

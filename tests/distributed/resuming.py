@@ -166,7 +166,7 @@ class _Watch(TrainerCallback):
 
     def _look(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         if module.training and (ids := inputs.get("input_ids")) is not None:
-            self._seen.append([hash(tuple(row)) for row in ids.tolist()])
+            self._seen.append([hash(tuple(token for token in row if token)) for row in ids.tolist()])  # 0 is padding
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.ends_at:

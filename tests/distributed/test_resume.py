@@ -76,6 +76,10 @@ def test_parameters_without_a_gradient_have_no_state_and_resume(outcomes: dict[s
     assert experts == {f"layers.{layer}.second.{part}" for layer in (0, 1) for part in ("weight", "bias")}
 
 
+def test_ranks_on_which_dropout_drew_otherwise_share_one_order_of_the_samples(outcomes: dict[str, Outcome]) -> None:
+    assert [rank["num_samples"] for rank in outcomes["grouped"].get()] == [32] * 2
+
+
 def test_early_stopping_remembers_what_it_saw_before_the_cut(outcomes: dict[str, Outcome]) -> None:
     assert [rank["stopped_at"] for rank in outcomes["early_stopping"].get()] == [[3, 3]] * 2
 
