@@ -63,7 +63,7 @@ def _move_away(output_dir: Path, step: int) -> Path:
         found = {item.path: item for item in find_checkpoints(output_dir)}
         is_hidden = replaced not in found  # by a committed one that has the name
         if not is_hidden and found[replaced].is_committed:
-            _take_name(final)  # damaged, or another program's and later than the crash; `rotate` deletes it
+            take_name(final)  # damaged, or another program's and later than the crash; `rotate` deletes it
             return replaced
         shutil.rmtree(replaced)
     os.rename(final, replaced)
@@ -73,7 +73,7 @@ def _move_away(output_dir: Path, step: int) -> Path:
 def rotate(output_dir: Path, saved: Path, keep: Rotation) -> list[str]:
     """Delete checkpoints beyond ``keep.limit``, the oldest first, and what dead saves left; return lines about it.
 
-    Never deleted: `saved`, which was just committed, the best one, and folders that are damaged or are no checkpoint.
+    Never deleted: `saved`, which was just committed, the best one, and what is damaged, a link, or no checkpoint.
     A checkpoint that is deleted loses its name first, so that a crash leaves no half of one.
     """
     lines = _give_names_back(output_dir)
@@ -121,10 +121,11 @@ DELETED = ".hf-fsdp-deleted-"
 
 def delete(path: Path) -> None:
     """Delete a checkpoint: first its name, then its files."""
-    shutil.rmtree(_take_name(path), ignore_errors=True)
+    shutil.rmtree(take_name(path), ignore_errors=True)
 
 
-def _take_name(path: Path) -> Path:
+def take_name(path: Path) -> Path:
+    """Rename a checkpoint to what nothing takes for one, and return the new path."""
     away = path.with_name(f"{DELETED}{path.name}")
     shutil.rmtree(away, ignore_errors=True)
     os.rename(path, away)
@@ -133,4 +134,5 @@ def _take_name(path: Path) -> Path:
 
 
 def _may_go(item: FoundCheckpoint) -> bool:
-    return CHECKPOINT.fullmatch(item.path.name) is not None and (item.is_committed or item.is_foreign)
+    is_ours = CHECKPOINT.fullmatch(item.path.name) is not None and not item.path.is_symlink()
+    return is_ours and (item.is_committed or item.is_foreign)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 GROUPS_FILE = "optimizer/groups.json"
+EXTRA_STATE_FILE = "state/extra_state.json"
 SCHEDULER_FILE = "state/scheduler.json"
 SCALER_FILE = "state/scaler.json"
 DATA_FILE = "state/data.json"

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Literal
 
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, MODEL_ONLY, Manifest
 from hf_fsdp.errors import CheckpointError, Problem
 from hf_fsdp.storage.files import DAMAGED_FIX
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 # None of these is matched by `checkpoint-*`, by which Trainer finds checkpoints to resume from and to delete.
 SAVING = re.compile(r"\.hf-fsdp-saving-(\d+)")
+_INCOMPLETE = "incomplete"
 REPLACED = re.compile(r"\.hf-fsdp-replaced-(\d+)")
 TRAINER_STATE_FILE = "trainer_state.json"
 
@@ -60,6 +62,28 @@ class FoundCheckpoint:
         return self.manifest is None and self.problem is None
 
 
+AUTO = "auto"  # the newest one if there is any, else a fresh start: one command for a first start and a later one
+
+
+def read_wish(asked: str | bool | None) -> str | Literal[True] | None:
+    """Return what `resume_from_checkpoint` means, also when it comes as a word from a command line.
+
+    Returns:
+        None: a fresh start; True: the newest one; `AUTO`; or the path of a folder.
+    """
+    word = str(asked or "").strip()
+    if word.lower() in ("", "false", "no", "none"):
+        return None
+    if word.lower() in ("true", "last"):
+        return True
+    return AUTO if word.lower() == AUTO else word
+
+
+def may_start_anew(found: Sequence[FoundCheckpoint]) -> bool:
+    """Return whether a run loses nothing by a fresh start: all that is there are saves that never ended."""
+    return all(SAVING.fullmatch(item.path.name) or (item.problem or "").startswith(_INCOMPLETE) for item in found)
+
+
 def find_checkpoints(output_dir: Path) -> list[FoundCheckpoint]:
     """Return every checkpoint of a run, the newest last; folders of saves that never ended come with their problem.
 
@@ -71,7 +95,8 @@ def find_checkpoints(output_dir: Path) -> list[FoundCheckpoint]:
     for path in output_dir.iterdir():
         for pattern in (CHECKPOINT, REPLACED, SAVING):
             if (match := pattern.fullmatch(path.name)) and path.is_dir():
-                found.append(_look_at(path, int(match[1]), pattern))
+                with contextlib.suppress(FileNotFoundError):  # a run may delete it at this moment
+                    found.append(_look_at(path, int(match[1]), pattern))
     committed = {item.step for item in found if item.is_committed and CHECKPOINT.fullmatch(item.path.name)}
     found = [
         item for item in found if not (REPLACED.fullmatch(item.path.name) and item.step in committed)
@@ -95,16 +120,18 @@ def _look_at(path: Path, step: int, pattern: re.Pattern[str]) -> FoundCheckpoint
 def lack_of_mark(folder: Path) -> str | None:
     """Return why a folder without a manifest is nobody's checkpoint, or None when another program's could look so."""
     if any((folder / name).is_dir() for name in ("state", "model", "optimizer")):
-        return f"incomplete: it has no {MANIFEST_FILE}"
+        return f"{_INCOMPLETE}: it has no {MANIFEST_FILE}"
     if not (folder / TRAINER_STATE_FILE).exists():
-        return f"incomplete: it has no {MANIFEST_FILE} and no {TRAINER_STATE_FILE}"
+        return f"{_INCOMPLETE}: it has no {MANIFEST_FILE} and no {TRAINER_STATE_FILE}"
     return None
 
 
 def _written_at(path: Path) -> str:
     state = path / TRAINER_STATE_FILE
     seconds = (state if state.exists() else path).stat().st_mtime
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds")
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # a clock may have said anything
+        return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds")
+    return ""
 
 
 def creation_time(output_dir: Path) -> str:

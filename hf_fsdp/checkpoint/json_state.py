@@ -46,7 +46,7 @@ def encode_state(value: Any, where: str = "state") -> Any:
         text = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
         return {_ARRAY: [value.dtype.str, list(value.shape), text]}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold",
+        f"{where} holds a {type(value).__name__}, which a checkpoint without pickle cannot hold",
         fix="keep only numbers, text, lists, mappings and tensors in state_dict()",
     )
 

@@ -187,6 +187,23 @@ def _match(state: ModelState, source: TensorSource, folder: Path, ignored: set[s
     return names
 
 
+def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give modules back what they keep by `get_extra_state`.
+
+    Raises:
+        CheckpointError: a module that has such state is not in the model.
+    """
+    modules = dict(model.named_modules())
+    for path, value in saved.items():
+        if path not in modules:
+            raise CheckpointError(
+                f"the checkpoint holds extra state of {path}, which this run's model does not have",
+                near=", ".join(nearest_names(path, modules)) or None,
+                fix="build the model as in the run that saved",
+            )
+        modules[path].set_extra_state(decode_state(value))
+
+
 def compare_base(model: nn.Module, manifest: Manifest | None) -> list[str]:
     """Return a line when an adapter would go on another base than it was trained on; collective."""
     if manifest is None or not manifest.base:
@@ -209,7 +226,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, checkpoint: OpenCheck
     """
     if checkpoint.groups is None or checkpoint.optimizer is None:
         raise CheckpointError(f"{checkpoint.folder} holds the model only, no optimizer state", fix=FRESH_FIX)
-    num_restored = load_optimizer_state(model, optimizer, checkpoint.optimizer, checkpoint.groups)
+    saved_dtypes = {name: info.dtype for name, info in checkpoint.model.tensors.items()}
+    num_restored = load_optimizer_state(model, optimizer, checkpoint.optimizer, checkpoint.groups, saved_dtypes)
     steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     if (checkpoint.optimizer.tensors and not num_restored) or (steps and max(steps) <= 0):
         raise CheckpointError(f"the optimizer took none of the state in {checkpoint.folder}", fix=FRESH_FIX)

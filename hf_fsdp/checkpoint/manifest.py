@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Manifest:
         world_size: processes that saved.
         mesh: axis -> size.
         model_class: as `transformers` names it.
+        precision: the preset that the run computed in; empty for one that was not sharded.
         model: every tensor of the model that was saved, in its training dtype.
         optimizer: every tensor of the optimizer's state.
         ties: the first name of each shared tensor -> all its names; only the first is saved.
@@ -55,6 +57,7 @@ class Manifest:
     world_size: int
     model_class: str
     content: str = WHOLE
+    precision: str = ""
     mesh: Mapping[str, int] = field(default_factory=dict)
     model: Mapping[str, TensorInfo] = field(default_factory=dict)
     optimizer: Mapping[str, TensorInfo] = field(default_factory=dict)
@@ -102,7 +105,7 @@ class Manifest:
             raise CheckpointError(f"{path} was changed after it was written: its checksum differs", fix=DAMAGED_FIX)
         try:
             return _from_json(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{path} lacks or garbles an entry ({error!r})", fix=DAMAGED_FIX) from error
 
 
@@ -125,16 +128,53 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(content: dict[str, Any]) -> Manifest:
-    content = {name: value for name, value in content.items() if name not in ("kind", "format_version")}
-    for section in ("model", "optimizer"):
-        content[section] = {
-            name: TensorInfo(_DTYPE_NAMES[dtype], tuple(int(size) for size in shape))
+    """Return the manifest that `content` describes; anything that is not what it should be is a ValueError."""
+
+    def tensors(section: str) -> dict[str, TensorInfo]:
+        return {
+            _text(name): TensorInfo(_DTYPE_NAMES[dtype], tuple(_whole(size) for size in shape))
             for name, (dtype, *shape) in content[section].items()
         }
-    content["ties"] = {first: tuple(names) for first, names in content["ties"].items()}
-    content["export_dtypes"] = {name: _DTYPE_NAMES[dtype] for name, dtype in content["export_dtypes"].items()}
-    content["files"] = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-    return Manifest(**content)
+
+    manifest = Manifest(
+        step=_whole(content["step"]),
+        content=_text(content["content"]),
+        world_size=_whole(content["world_size"]),
+        mesh={_text(axis): _whole(size) for axis, size in content["mesh"].items()},
+        model_class=_text(content["model_class"]),
+        precision=_text(content.get("precision", "")),
+        model=tensors("model"),
+        optimizer=tensors("optimizer"),
+        ties={first: tuple(_text(name) for name in names) for first, names in content["ties"].items()},
+        export_dtypes={name: _DTYPE_NAMES[dtype] for name, dtype in content["export_dtypes"].items()},
+        adapters={
+            folder: {key: _text(name) for key, name in keys.items()} for folder, keys in content["adapters"].items()
+        },
+        base=dict(content["base"].items()),
+        versions={package: _text(version) for package, version in content["versions"].items()},
+        save_seconds=float(content["save_seconds"]),
+        created=datetime.fromisoformat(content["created"]).isoformat(timespec="microseconds")
+        if content["created"]
+        else "",
+        files={name: FileRecord(_whole(size), _text(digest)) for name, (size, digest) in content["files"].items()},
+    )
+    for name, dtype in manifest.export_dtypes.items():
+        held = manifest.model.get(name)
+        if held is not None and dtype.is_floating_point != held.dtype.is_floating_point:
+            raise ValueError(f"{name} is to be exported as {dtype}")
+    return manifest
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:80]} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:80]} is no text")
+    return value
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from hf_fsdp.checkpoint.json_state import encode_state
 from hf_fsdp.checkpoint.parts import is_writer
 from hf_fsdp.policies.packed_weights import packed_names
 from hf_fsdp.policies.wrap_plan import shared_owners
@@ -22,6 +24,7 @@ from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.buffers import persistent_buffers
 from hf_fsdp.sharding.mesh import agree_all
 from hf_fsdp.sharding.shards import local_tensor
+from hf_fsdp.storage.safetensors_file import tensor_bytes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -73,6 +76,36 @@ def read_model_state(model: nn.Module) -> ModelState:
         for name, tensor in tensors.items()
     }
     return ModelState(tensors, ties, dtypes, adapters)
+
+
+def precision_of(model: nn.Module) -> str:
+    """Return the preset that `model` computes in; empty when it is not sharded, and Trainer decides."""
+    applied = get_applied_sharding(model)
+    return applied.config.precision.preset if applied is not None else ""
+
+
+def read_extra_state(model: nn.Module) -> dict[str, Any]:
+    """Return path -> what a module keeps by `get_extra_state`, beside its tensors, for JSON.
+
+    Raises:
+        CheckpointError: it is nothing that a checkpoint without pickle can hold.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[path] = encode_state(module.get_extra_state(), f"the extra state of {path}")
+    return found
+
+
+def buffers_that_differ(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of whole tensors that have other values on another rank; collective."""
+    digests = {
+        name: xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.detach().cpu()))
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, nn.Parameter | DTensor)
+    }
+    everyone = agree_all(digests)
+    return [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]
 
 
 def frozen_fingerprint(model: Any, saved: Mapping[str, torch.Tensor]) -> int:

@@ -28,8 +28,9 @@ class OptimizerState:
 
     Args:
         tensors: ``state.<parameter>.<key>`` -> tensor, sharded like its parameter where it has its shape.
-        groups: for JSON: the class, each group's hyperparameters and parameter names, state that is no tensor, and
-            the parameters that had no state because they never got a gradient.
+        groups: for JSON: the class, each group's hyperparameters and parameter names, state that is no tensor, the
+            parameters that had no state because they never got a gradient, and the state that was a plain tensor of
+            this rank's part.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -41,13 +42,15 @@ def read_optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerSta
 
     Raises:
         CheckpointError: state that is neither the parameter's shape, nor one number: rank-local blocks of which no
-            other number of ranks could make sense.
+            other number of ranks could make sense; tensors inside containers; state that belongs to no parameter.
     """
+    _refuse_what_is_nowhere(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     groups = []
     without_state = []
+    plain = []
     for group in optimizer.param_groups:
         held = [names[id(parameter)] for parameter in group["params"]]
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -59,8 +62,16 @@ def read_optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerSta
                 continue
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{_PREFIX}{name}.{key}"] = _as_sharded(name, key, value, parameter)
+                    tensors[f"{_PREFIX}{name}.{key}"] = saved = _as_sharded(name, key, value, parameter)
+                    if saved is not value:
+                        plain.append(f"{name}.{key}")
                 else:
+                    if _holds_tensors(value):
+                        raise CheckpointError(
+                            f"the optimizer keeps tensors inside a {type(value).__name__} in {key} of {name}: each "
+                            "rank has its own, and nothing says how they belong together",
+                            fix="keep each tensor under a key of its own in optimizer.state[parameter]",
+                        )
                     scalars.setdefault(name, {})[key] = encode_state(value, f"optimizer state {name}.{key}")
     return OptimizerState(
         tensors,
@@ -69,8 +80,31 @@ def read_optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerSta
             "groups": groups,
             "scalars": scalars,
             "without_state": without_state,
+            "plain": plain,
         },
     )
+
+
+def _refuse_what_is_nowhere(optimizer: Optimizer) -> None:
+    """Raise for state that `optimizer` keeps beside that of its parameters: a checkpoint would lose it."""
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = [f"state[{key!r}]" for key, value in optimizer.state.items() if id(key) not in parameters and value]
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        found += [f"state_dict()[{key!r}]" for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if found:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {', '.join(found[:3])}, which belongs to no parameter and would not be "
+            "saved",
+            fix="keep it in param_groups, or in the state of a parameter",
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
 def _as_sharded(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -91,6 +125,7 @@ def load_optimizer_state(
     optimizer: Optimizer,
     source: TensorSource,
     groups: Mapping[str, Any],
+    saved_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> int:
     """Give `optimizer` the saved state, each rank reading its own part only.
 
@@ -99,6 +134,7 @@ def load_optimizer_state(
         optimizer: fresh, or with state that is replaced.
         source: tensors named ``state.<parameter>.<key>``.
         groups: what `OptimizerState.groups` held.
+        saved_dtypes: of the parameters. State that was in its parameter's dtype gets the one that it has now.
 
     Returns:
         The number of parameters that got state.
@@ -107,9 +143,9 @@ def load_optimizer_state(
         CheckpointError: another optimizer, other groups, or state that is missing; before anything is changed.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    keys = _keys_by_parameter(source)
+    keys = _keys_by_parameter(source, groups)
     pairs = _match_groups(optimizer, names, groups)
-    without = set(groups.get("without_state", ()))
+    without, plain = set(groups.get("without_state", ())), set(groups.get("plain", ()))
     lacking = [
         name
         for group, _ in pairs
@@ -129,7 +165,12 @@ def load_optimizer_state(
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[id(parameter)]
+            was = (saved_dtypes or {}).get(name, parameter.dtype)
             state = {key: _read(source, f"{_PREFIX}{name}.{key}", parameter, on_device) for key in keys.get(name, ())}
+            state = {key: _followed(value, parameter, was) for key, value in state.items()}
+            for key in state:
+                if f"{name}.{key}" in plain and isinstance(value := state[key], DTensor):
+                    state[key] = value.to_local()
             scalars = groups.get("scalars", {}).get(name, {})
             state.update({key: decode_state(value) for key, value in scalars.items()})
             if state:
@@ -137,12 +178,21 @@ def load_optimizer_state(
     return len(optimizer.state)
 
 
-def _keys_by_parameter(source: TensorSource) -> dict[str, list[str]]:
+def _keys_by_parameter(source: TensorSource, groups: Mapping[str, Any]) -> dict[str, list[str]]:
+    parameters = {name for group in groups["groups"] for name in group["params"]}
     keys: dict[str, list[str]] = {}
     for name in source.tensors:
         parameter, _, key = name.removeprefix(_PREFIX).rpartition(".")
+        while parameter not in parameters and "." in parameter:  # a key may have dots of its own
+            parameter, _, start = parameter.rpartition(".")
+            key = f"{start}.{key}"
         keys.setdefault(parameter, []).append(key)
     return keys
+
+
+def _followed(value: torch.Tensor, parameter: torch.Tensor, was: torch.dtype) -> torch.Tensor:
+    """Cast state that was in its parameter's dtype with it, as torch does: its steps want them alike."""
+    return value.to(parameter.dtype) if value.dim() and value.dtype == was else value
 
 
 def _match_groups(

@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_fsdp.checkpoint.commit import Rotation
-from hf_fsdp.checkpoint.documents import GROUPS_FILE
+from hf_fsdp.checkpoint.documents import EXTRA_STATE_FILE, GROUPS_FILE
 from hf_fsdp.checkpoint.manifest import MODEL_ONLY, WHOLE, Manifest
-from hf_fsdp.checkpoint.model_state import ModelState, frozen_fingerprint, read_model_state
+from hf_fsdp.checkpoint.model_state import (
+    ModelState,
+    buffers_that_differ,
+    frozen_fingerprint,
+    precision_of,
+    read_extra_state,
+    read_model_state,
+)
 from hf_fsdp.checkpoint.optimizer_state import read_optimizer_state
 from hf_fsdp.checkpoint.parts import LocalPart, describe, local_parts
 from hf_fsdp.checkpoint.room import make_room
@@ -29,7 +37,7 @@ from hf_fsdp.checkpoint.staged import SafetensorsFile, SavedCheckpoint, StagedSa
 from hf_fsdp.checkpoint.verify import ADAPTER_FILE
 from hf_fsdp.checkpoint.versions import package_versions
 from hf_fsdp.checkpoint.whole import check_names
-from hf_fsdp.checkpoint.write import finish_save
+from hf_fsdp.checkpoint.write import extra_files, finish_save
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.policies.packed_weights import packed_names
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER
@@ -105,29 +113,55 @@ def begin_save(request: SaveRequest, copy_into: dict[str, torch.Tensor] | None =
     with rank_ends_explained(action):
         manifest = _draft_manifest(request, model_state, optimizer_state.tensors if optimizer_state else {})
         files = _model_files(request, model_state)
+        different = buffers_that_differ(model_state.tensors)
+    lines: tuple[str, ...] = ()
+    if different:
+        lines = (
+            f"{len(different)} buffers have other values on each rank ({different[0]}): those of rank 0 are saved, and "
+            "every rank goes on from them after a resume",
+        )
     if optimizer_state is not None:
         files.append(_shard_file("optimizer", local_parts(optimizer_state.tensors)))
     documents = dict(request.documents)
-    if optimizer_state is not None and rank() == 0:
-        documents[GROUPS_FILE] = json_bytes(optimizer_state.groups)
+    if (extra := agreed(action, lambda: read_extra_state(request.model))) and rank() == 0:
+        documents[EXTRA_STATE_FILE] = json_bytes(extra)
+    if optimizer_state is not None:
+        text = json_bytes(optimizer_state.groups)
+        with rank_ends_explained(action):
+            digests = agree_all(xxhash.xxh3_64_hexdigest(text))
+        if len(set(digests)) > 1:
+            raise CheckpointError(
+                "the optimizer's settings, or its state that is no tensor, differ between the ranks: one of them alone "
+                "would not be what the others go on with",
+                fix="let every rank's optimizer count and decide alike, or keep what differs in tensors of the "
+                "parameters' shapes",
+            )
+        if rank() == 0:
+            documents[GROUPS_FILE] = text
     files = [file for file in files if file.tensors]
     with rank_ends_explained(action):
         attempt = agree_all(secrets.token_hex(8))[0]
     staged = StagedSave(
-        output_dir=request.output_dir,
+        output_dir=request.output_dir.absolute(),  # it may be written when the process works in another folder
         manifest=manifest,
         files=files,
         documents=documents,
-        keep=request.keep,
+        keep=Rotation(request.keep.limit, request.keep.best and request.keep.best.absolute()),
         began=began,
         attempt=attempt,
+        lines=lines,
     )
     make_room(staged)
     with cleaned_up(staged):
-        agreed(action, lambda: request.write_extras(staged.folder) if rank() == 0 else None)
+        agreed(action, lambda: _write_extras(request, staged) if rank() == 0 else None)
         if copy_into is not None:
             agreed(action, lambda: _copy_tensors(staged, copy_into))
     return staged
+
+
+def _write_extras(request: SaveRequest, staged: StagedSave) -> None:
+    request.write_extras(staged.folder)
+    staged.extras = extra_files(staged.folder)
 
 
 def _draft_manifest(
@@ -151,6 +185,7 @@ def _draft_manifest(
         world_size=world_size(),
         mesh={} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
         model_class=_model_class(request.model),
+        precision=precision_of(request.model),
         model=describe(model_state.tensors),
         optimizer=describe(optimizer_tensors),
         ties=model_state.ties,

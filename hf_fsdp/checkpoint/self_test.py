@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_fsdp.checkpoint.manifest import dtype_name
-from hf_fsdp.checkpoint.model_state import ModelState, read_model_state
+from hf_fsdp.checkpoint.model_state import ModelState, read_extra_state, read_model_state
 from hf_fsdp.checkpoint.parts import LocalPart, describe, local_parts, to_entry
 from hf_fsdp.checkpoint.room import make_shared_folder
 from hf_fsdp.checkpoint.whole import check_adapters, check_names, check_parts
@@ -65,6 +65,7 @@ def test_saving(model: nn.Module, output_dir: Path | None) -> SelfTest:
             that would be empty, a folder that is not shared or cannot be written.
     """
     state = agreed(_ACTION, lambda: read_model_state(model))
+    agreed(_ACTION, lambda: read_extra_state(model))
     parts = agreed(_ACTION, lambda: local_parts(state.tensors))
     plans = agree_all([(p.name, dtype_name(p.tensor.dtype), p.box.shape, p.box.offsets) for p in parts])
     agreed(_ACTION, lambda: _check_plan(model, state, plans))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_fsdp.checkpoint.commit import Rotation
 from hf_fsdp.checkpoint.find import staging_folder
 from hf_fsdp.checkpoint.manifest import Manifest
 from hf_fsdp.sharding.mesh import rank
+from hf_fsdp.storage.files import FileRecord
 from hf_fsdp.storage.safetensors_file import TensorToWrite
 
 
@@ -38,6 +39,8 @@ class StagedSave:
     keep: Rotation
     began: float
     attempt: str
+    lines: tuple[str, ...] = ()
+    extras: dict[str, FileRecord] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:

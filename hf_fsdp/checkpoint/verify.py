@@ -33,7 +33,9 @@ def verify_checkpoint(
     except HfFsdpError as error:
         return list(error.problems)
     if hashes:
-        problems += check_hashes(folder, manifest, sorted(manifest.files), on_bytes)
+        known = {problem.message for problem in problems}
+        found = check_hashes(folder, manifest, sorted(manifest.files), on_bytes)
+        problems += [problem for problem in found if problem.message not in known]
     strangers = sorted(set(files_under(folder)) - set(manifest.files) - {MANIFEST_FILE})
     problems += [
         Problem(message=f"{name} is in the folder and not in its manifest", fix=f"delete it: {name}")
@@ -52,7 +54,7 @@ def verify_together(folder: Path, manifest: Manifest) -> list[Problem]:
         # By size, so that every rank reads about as much.
         names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))[rank() :: world_size()]
         mine += check_hashes(folder, manifest, names)
-    except (HfFsdpError, OSError) as error:
+    except Exception as error:  # also what a hostile folder makes Python stumble over; the others wait
         mine += error.problems if isinstance(error, HfFsdpError) else [Problem(message=str(error), fix=DAMAGED_FIX)]
     return list({problem.message: problem for theirs in agree_all(mine) for problem in theirs}.values())
 
@@ -86,17 +88,29 @@ def check_hashes(
 ) -> list[Problem]:
     """Return the files of `names` whose bytes are not those that were written."""
 
+    is_over = False
+
+    def count(num_bytes: int) -> None:
+        if is_over:
+            raise InterruptedError
+        if on_bytes is not None:
+            on_bytes(num_bytes)
+
     def check(name: str) -> Problem | None:
         try:
-            record = hash_file(safe_join(folder, name), on_bytes)
+            record = hash_file(safe_join(folder, name), count)
         except FileNotFoundError:
             return Problem(message=f"{name} is missing", fix=DAMAGED_FIX)
         if record == manifest.files[name]:
             return None
         return Problem(message=f"{name} was changed after it was written: its hash differs", fix=DAMAGED_FIX)
 
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
+    pool = ThreadPoolExecutor(HASH_THREADS)
+    try:
         return [problem for problem in pool.map(check, names) if problem is not None]
+    finally:  # at once, when it was interrupted
+        is_over = True
+        pool.shutdown(cancel_futures=True)
 
 
 def open_sources(folder: Path, manifest: Manifest) -> tuple[SafetensorsSource, SafetensorsSource]:

@@ -11,6 +11,7 @@ from hf_fsdp.errors import Problem
 from hf_fsdp.storage.safetensors_file import TensorEntry
 from hf_fsdp.storage.tensor_source import TensorInfo, check_coverage
 
+OWN_FOLDERS = ("model", "optimizer", "state")
 _REPORT = "report this with the model's class and PEFT config"
 
 
@@ -26,8 +27,16 @@ def check_parts(expected: Mapping[str, TensorInfo], parts: Mapping[str, Sequence
 
 
 def check_adapters(adapters: Mapping[str, Mapping[str, str]]) -> list[Problem]:
-    """Return a problem for every adapter that would be saved empty."""
-    return [
+    """Return a problem for every adapter that would be saved empty, or where a checkpoint keeps something else."""
+    problems = [
+        Problem(
+            message=f"the adapter is named {folder!r}, which is a folder of every checkpoint",
+            fix="another adapter_name: any but model, optimizer and state",
+        )
+        for folder in adapters
+        if folder.split("/")[0] in OWN_FOLDERS
+    ]
+    return problems + [
         Problem(
             message=f"the adapter {folder!r} has no tensor: it would be saved empty",
             fix="give get_peft_model a config whose target_modules are in the model",

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -49,7 +49,11 @@ def finish_save(staged: StagedSave, group: dist.ProcessGroup | None = None) -> S
             if rank() != 0:
                 return None
             files = {name: record for theirs, _ in everything for name, record in theirs.items()}
-            files.update(_extra_files(folder, files))
+            extras = extra_files(folder, files)
+            if extras != staged.extras:
+                lost = min({name for name in {*extras, *staged.extras} if extras.get(name) != staged.extras.get(name)})
+                raise CheckpointError(f"{folder / lost} was changed or removed while it was saved", fix=_ONE_RUN_FIX)
+            files.update(extras)
             manifest = _complete(staged, files)
             return commit(staged.output_dir, manifest), manifest
 
@@ -62,7 +66,7 @@ def finish_save(staged: StagedSave, group: dist.ProcessGroup | None = None) -> S
             lines = rotate(staged.output_dir, path, staged.keep)
         except OSError as error:  # what is saved is saved
             lines = [f"older checkpoints could not be deleted: {error}"]
-    return SavedCheckpoint(path, manifest, time.monotonic() - staged.began, tuple(lines))
+    return SavedCheckpoint(path, manifest, time.monotonic() - staged.began, (*staged.lines, *lines))
 
 
 def _write_files(staged: StagedSave) -> dict[str, FileRecord]:
@@ -70,7 +74,7 @@ def _write_files(staged: StagedSave) -> dict[str, FileRecord]:
     records = {}
     try:
         for file in staged.files:
-            (staged.folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+            _make_subfolder(staged.folder, file.name)
             records[file.name] = write_safetensors(
                 staged.folder / file.name,
                 file.tensors,
@@ -78,6 +82,7 @@ def _write_files(staged: StagedSave) -> dict[str, FileRecord]:
                 on_bytes=watch.look,
             )
         for name, data in staged.documents.items():
+            _make_subfolder(staged.folder, name)
             records[name] = write_bytes(staged.folder / name, data)
     except OtherRankFailed:
         raise
@@ -85,6 +90,13 @@ def _write_files(staged: StagedSave) -> dict[str, FileRecord]:
         watch.tell()
         raise
     return records
+
+
+def _make_subfolder(folder: Path, name: str) -> None:
+    """Make the folder of a file, but never the staging folder: without it, what was in it is gone."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} was removed while it was saved", fix=_ONE_RUN_FIX)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
 
 
 class _OthersWatch:
@@ -123,6 +135,8 @@ def _compare_files(staged: StagedSave) -> Headers:
     headers: Headers = []
     for file in staged.files:
         path = staged.folder / file.name
+        if not path.is_file():
+            raise CheckpointError(f"{path} was removed while it was saved", fix=_ONE_RUN_FIX)
         header = read_header(path)
         wanted = {tensor.name: (tensor.dtype, tensor.shape, tensor.offsets) for tensor in file.tensors}
         found = {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()}
@@ -143,6 +157,7 @@ def _compare_files(staged: StagedSave) -> Headers:
     return headers
 
 
+_ONE_RUN_FIX = "let one run at a time use an output_dir; earlier checkpoints are untouched"
 _DISK_FIX = "check the disk; earlier checkpoints are untouched"
 
 
@@ -166,7 +181,9 @@ def _check_whole(manifest: Manifest, everything: Sequence[tuple[Mapping[str, Fil
                 names = _names_in(manifest, file)
                 for key, dtype, shape, offsets in entries:
                     parts.setdefault(names.get(key, key), []).append(to_entry(key, dtype, shape, offsets))
-        problems += check_parts(getattr(manifest, section), parts)
+        problems += [
+            dataclasses.replace(problem, fix=_DISK_FIX) for problem in check_parts(getattr(manifest, section), parts)
+        ]
     if problems:
         raise CheckpointError(problems[:5])
 
@@ -177,7 +194,7 @@ def _names_in(manifest: Manifest, file: str) -> Mapping[str, str]:
     return manifest.adapters.get(file.rpartition("/")[0] or DEFAULT_FOLDER, {})
 
 
-def _extra_files(folder: Path, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+def extra_files(folder: Path, known: Container[str] = ()) -> dict[str, FileRecord]:
     """Return the records of what `write_extras` left, made durable: other packages do not sync their files."""
     records = {}
     for name in files_under(folder):

@@ -36,7 +36,7 @@ def list_command(folder: Folder, as_json: Json = False) -> None:
 
     Exit codes: 0; 2 when DIR is no folder.
     """
-    with errors_for_scripts():
+    with errors_for_scripts(as_json=as_json):
         from hf_fsdp.cli.checkpoint_view import LIST_HEADER, list_row, look
 
         looks = look(_folder(folder))
@@ -58,7 +58,7 @@ def inspect_command(
 
     Exit codes: 0; 1 when it is damaged or not committed; 2 when DIR is no folder.
     """
-    with errors_for_scripts():
+    with errors_for_scripts(as_json=as_json):
         from hf_fsdp.cli.inspect_view import TENSOR_HEADER, describe, summary_lines, table_rows
 
         content = describe(_folder(folder), with_tensors=tensors)
@@ -80,7 +80,7 @@ def verify_command(
 
     Exit codes: 0 when all are whole; 1 when anything is damaged, or there is no checkpoint; 2 when DIR is no folder.
     """
-    with errors_for_scripts():
+    with errors_for_scripts(as_json=as_json):
         from hf_fsdp.cli.checkpoint_view import look, verify_look
 
         looks = look(_folder(folder))
@@ -128,6 +128,9 @@ def prune_command(
     leftovers: Annotated[
         bool, typer.Option("--leftovers", help="Delete what saves that died left, if nobody wrote to it for a while.")
     ] = False,
+    skip_hashes: Annotated[
+        bool, typer.Option("--skip-hashes", help="Do not read those that stay; else a damaged one does not count.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
@@ -137,23 +140,22 @@ def prune_command(
     Exit codes: 0; 1 when something could not be deleted, or the answer was no; 2 when DIR is no folder, or no answer
     can be given.
     """
-    with errors_for_scripts():
+    with errors_for_scripts(as_json=as_json):
         from hf_fsdp.cli.prune import plan_prune, run_prune
 
         if keep is None and not leftovers:
             raise ConfigError("prune was not told what to delete", fix="--keep 3, or --leftovers")
-        plan = plan_prune(_folder(folder), keep, leftovers)
+        plan = plan_prune(_folder(folder), keep, leftovers, hashes=not skip_hashes)
         if plan.delete and not (dry_run or yes):
             _ask(plan.delete, as_json)
-        failed = [] if dry_run else run_prune(plan)
+        if not dry_run:
+            run_prune(plan)
         if as_json:
-            print_json({"folder": folder, "dry_run": dry_run, **plan.to_json(), "failed": failed})
+            print_json({"folder": folder, "dry_run": dry_run, **plan.to_json()})
         else:
             for line in plan.lines(dry_run=dry_run):
                 say(line)
-            for line in failed:
-                say(f"NOT deleted: {line}")
-        if failed:
+        if plan.failed:
             raise typer.Exit(1)
 
 
@@ -161,7 +163,7 @@ def _ask(actions: list[PruneAction], as_json: bool) -> None:
     import sys
 
     if as_json or not sys.stdin.isatty():
-        raise ConfigError(f"{len(actions)} folders would be deleted, and nobody is there to ask", fix="--yes")
+        raise ConfigError(f"folders would be deleted ({len(actions)}), and nobody is there to ask", fix="--yes")
     for action in actions:
         say(f"delete {action.path.name}: {action.reason}")
     if not typer.confirm("delete them?"):
@@ -175,7 +177,7 @@ def export_command(
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", metavar="bf16|fp16|fp32|saved", help="auto: what the model was loaded in; saved: as trained."
+            "--dtype", metavar="auto|bf16|fp16|fp32|saved", help="auto: as the model was loaded; saved: as trained."
         ),
     ] = "auto",
     merge_lora: Annotated[
@@ -197,7 +199,7 @@ def export_command(
     Exit codes: 0; 1 when the checkpoint is damaged or does not fit its config, and when the disk is full; 2 when the
     command is wrong: no such folder, OUT is taken, options that do not go together.
     """
-    with errors_for_scripts():
+    with errors_for_scripts(as_json=as_json):
         import dataclasses
 
         from hf_fsdp.checkpoint.export import ExportOptions, export_checkpoint

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp.checkpoint.commit import DELETED, delete
+from hf_fsdp.checkpoint.commit import DELETED, take_name
 from hf_fsdp.checkpoint.find import CHECKPOINT, REPLACED, SAVING, find_checkpoints
+from hf_fsdp.checkpoint.verify import verify_checkpoint
 from hf_fsdp.cli.checkpoint_view import best_name, bytes_under, newest_committed
 from hf_fsdp.errors import ConfigError
 from hf_fsdp.storage.files import files_under
@@ -37,6 +38,7 @@ class PrunePlan:
     folder: Path
     delete: list[PruneAction] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -45,6 +47,7 @@ class PrunePlan:
             ],
             "kept": [{"name": name, "reason": reason} for name, reason in self.kept],
             "bytes": sum(action.num_bytes for action in self.delete),
+            "failed": self.failed,
         }
 
     def lines(self, *, dry_run: bool) -> list[str]:
@@ -52,17 +55,19 @@ class PrunePlan:
         word = "would delete" if dry_run else "deleted"
         lines = [f"{word} {action.path.name}: {action.reason}" for action in self.delete]
         lines += [f"kept {name}: {reason}" for name, reason in self.kept]
+        lines += [f"NOT deleted: {line}" for line in self.failed]
         freed = format_bytes(sum(action.num_bytes for action in self.delete))
         return [*lines, f"{freed} {'would be ' if dry_run else ''}freed"]
 
 
-def plan_prune(folder: Path, keep: int | None, leftovers: bool) -> PrunePlan:
+def plan_prune(folder: Path, keep: int | None, leftovers: bool, *, hashes: bool = True) -> PrunePlan:
     """Return what is to be deleted.
 
     Args:
         folder: of the run.
         keep: how many of the newest committed checkpoints stay; None deletes none.
         leftovers: whether folders of saves and deletions that died go.
+        hashes: whether the bytes of those that stay are read: one that is damaged does not count as kept.
 
     Raises:
         ConfigError: `folder` is a checkpoint.
@@ -71,14 +76,20 @@ def plan_prune(folder: Path, keep: int | None, leftovers: bool) -> PrunePlan:
         raise ConfigError(f"{folder} is one checkpoint", fix=f"hf-fsdp checkpoint prune {folder.resolve().parent}")
     plan = PrunePlan(folder)
     found = find_checkpoints(folder)
-    committed = [item for item in found if item.is_committed and CHECKPOINT.fullmatch(item.path.name)]
+    named = [item for item in found if item.is_committed and CHECKPOINT.fullmatch(item.path.name)]
+    committed = [item for item in named if not item.path.is_symlink()]
+    plan.kept += [(item.path.name, "a link") for item in named if item.path.is_symlink()]
     if keep is not None:
-        best, newest = best_name(found), newest_committed(found)
-        for index, item in enumerate(reversed(committed)):
-            if index < max(keep, 1) or item is newest:
-                plan.kept.append((item.path.name, "newest" if index == 0 else f"among the newest {keep}"))
-            elif item.path.name == best:
-                plan.kept.append((item.path.name, "the best"))
+        best, newest, num_kept = best_name(found), newest_committed(found), 0
+        for item in reversed(committed):
+            name = item.path.name
+            if num_kept < max(keep, 1):
+                damage = verify_checkpoint(item.path) if hashes and len(committed) > keep else []
+                why = "newest" if item is newest else f"among the newest {keep}"
+                plan.kept.append((name, f"damaged: {damage[0].message}" if damage else why))
+                num_kept += not damage
+            elif item is newest or name == best:
+                plan.kept.append((name, "newest" if item is newest else "the best"))
             else:
                 plan.delete.append(_action(item.path, f"older than the newest {keep}", is_checkpoint=True))
         plan.delete.reverse()
@@ -97,18 +108,14 @@ def plan_prune(folder: Path, keep: int | None, leftovers: bool) -> PrunePlan:
     return plan
 
 
-def run_prune(plan: PrunePlan) -> list[str]:
-    """Delete; return what could not be, and why."""
-    failed = []
-    for action in plan.delete:
+def run_prune(plan: PrunePlan) -> None:
+    """Delete; what could not be, or not to the last file, moves from ``plan.delete`` to ``plan.failed``."""
+    for action in list(plan.delete):
         try:
-            if action.is_checkpoint:
-                delete(action.path)
-            else:
-                shutil.rmtree(action.path)
+            shutil.rmtree(take_name(action.path) if action.is_checkpoint else action.path)
         except OSError as error:
-            failed.append(f"{action.path.name}: {error.strerror or error}")
-    return failed
+            plan.delete.remove(action)
+            plan.failed.append(f"{action.path.name}: {error.filename or ''}: {error.strerror or error}")
 
 
 def _leftover(path: Path, committed_steps: set[int]) -> str | None:

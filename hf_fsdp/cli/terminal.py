@@ -27,13 +27,29 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def errors_for_scripts() -> Iterator[None]:
-    """Print an error of ours without a traceback and leave with 1, or with 2 when the command itself was wrong."""
+def errors_for_scripts(*, as_json: bool = False) -> Iterator[None]:
+    """Print an error of ours without a traceback and leave with 1, or with 2 when the command itself was wrong.
+
+    Args:
+        as_json: say it on stdout too, as JSON: ``{"error": ...}``.
+    """
+
+    def tell(text: str) -> None:
+        typer.echo(printable(text), err=True)
+        if as_json:
+            print_json({"error": text})
+
     try:
         yield
     except HfFsdpError as error:
-        typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
+        tell(f"{type(error).__name__}: {error}")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        tell(f"{type(error).__name__}: {where}{error.strerror or error}")
+        raise typer.Exit(1) from None
 
 
 def print_json(value: Any) -> None:

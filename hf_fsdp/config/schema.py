@@ -340,7 +340,9 @@ class FSDPConfig:
         }
 
     def trainer_kwargs(self) -> dict[str, Any]:
-        """Return keyword arguments for TrainingArguments; empty in a single process, where FSDP must be off.
+        """Return keyword arguments for TrainingArguments.
+
+        In a single process FSDP stays off and they only carry this config to `FSDPCallback`, for its checkpoints.
 
         On a machine without an accelerator it also tells Accelerate to use the CPU (``ACCELERATE_USE_CPU``), as
         ``use_cpu=True`` would: else each of several processes would train for itself.
@@ -352,7 +354,7 @@ class FSDPConfig:
         if int(os.environ.get("WORLD_SIZE") or 1) <= 1:
             if self.sharding.require_sharding:
                 raise ConfigError(single_process_refused(self.sources.get("sharding.require_sharding")))
-            return {}
+            return {} if self.wrap.callable is not None else {"fsdp_config": {"hf_fsdp": self.to_trainer()["hf_fsdp"]}}
         torch = sys.modules.get("torch")  # TrainingArguments has imported it; this module must not
         if torch is not None and not torch.accelerator.is_available():
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")

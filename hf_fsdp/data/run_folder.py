@@ -5,7 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hf_fsdp.checkpoint.find import TRAINER_STATE_FILE, FoundCheckpoint, find_checkpoints
+from hf_fsdp.checkpoint.find import (
+    AUTO,
+    TRAINER_STATE_FILE,
+    FoundCheckpoint,
+    find_checkpoints,
+    may_start_anew,
+    read_wish,
+)
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE
 from hf_fsdp.errors import ConfigError, nearest_names
 
@@ -35,7 +42,8 @@ def find_resume_checkpoint(asked: str | bool | None, output_dir: str | Path) -> 
     together when training begins; here only what costs no time is looked at, before data and model load.
 
     Args:
-        asked: `resume_from_checkpoint`: a folder, or ``true`` / ``last`` for the newest one in `output_dir`.
+        asked: `resume_from_checkpoint`: a folder, ``true`` / ``last`` for the newest one in `output_dir`, or ``auto``
+            for the newest one if there is any.
         output_dir: the folder of the run.
 
     Returns:
@@ -44,20 +52,22 @@ def find_resume_checkpoint(asked: str | bool | None, output_dir: str | Path) -> 
     Raises:
         ConfigError: there is no such folder, or nothing committed in it.
     """
-    word = str(asked or "").strip()
-    if word.lower() in ("", "false", "no", "none"):
+    wish = read_wish(asked)
+    if wish is None:
         return None
     found = find_checkpoints(Path(output_dir).expanduser())
     usable = _paths(found)
-    if word.lower() in ("true", "last"):
+    if wish is True or wish == AUTO:
+        if wish == AUTO and not usable and may_start_anew(found):
+            return None
         if not usable:
             raise ConfigError(
-                f"resume_from_checkpoint={word}: there is no checkpoint in {output_dir}"
+                f"resume_from_checkpoint={asked}: there is no checkpoint in {output_dir}"
                 + "".join(f"\n  {item.path.name} is {item.problem}" for item in found),
                 fix="leave resume_from_checkpoint out to start anew, or give the output_dir of the run to go on with",
             )
         return True
-    folder = Path(word).expanduser()
+    folder = Path(wish).expanduser()
     beside = find_checkpoints(folder.parent)
     if (problem := _problem(folder, beside)) is None:
         return str(folder)
@@ -65,7 +75,7 @@ def find_resume_checkpoint(asked: str | bool | None, output_dir: str | Path) -> 
     names = {path.name: str(path) for path in inside}
     near = [names[name] for name in nearest_names(folder.name, names)] or [str(path) for path in inside[-3:][::-1]]
     raise ConfigError(
-        f"resume_from_checkpoint={word}: {problem}",
+        f"resume_from_checkpoint={asked}: {problem}",
         near=", ".join(near) or None,
         fix=f"resume_from_checkpoint: {near[0]}" if near else "leave resume_from_checkpoint out to start anew",
     )

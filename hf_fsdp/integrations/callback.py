@@ -25,7 +25,7 @@ from hf_fsdp.integrations import trl as trl_seam
 from hf_fsdp.integrations.backend import TrainingBackend
 from hf_fsdp.integrations.checkpoint_seams import install_checkpoint_seams
 from hf_fsdp.integrations.checkpoints import Checkpoints
-from hf_fsdp.integrations.data_draws import seed_sampler
+from hf_fsdp.integrations.data_draws import watch_training_data
 from hf_fsdp.integrations.dynamo import read_dynamo_plugin, take_over_compilation
 from hf_fsdp.integrations.evaluation import install_evaluation_seams
 from hf_fsdp.integrations.fork import check_fork
@@ -161,7 +161,7 @@ class FSDPCallback(TrainerCallback):
             self._prove_unsharded_packing(args, model)
         else:
             backend.begin_training(model, raw_optimizer(optimizer))
-            seed_sampler(train_dataloader, args)
+        watch_training_data(train_dataloader, args)
         self.checkpoints.resume.restore_running_loss()
         self.checkpoints.test(model, None if args.save_strategy == SaveStrategy.NO else Path(args.output_dir))
 
@@ -198,10 +198,13 @@ class FSDPCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
         """Refuse to save weights that a step on a loss that is not finite has spoiled; look at a save in flight."""
         self.checkpoints.poll()
+        if model is not None and args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+            self.checkpoints.test_optimizer(model, raw_optimizer(optimizer))
         if self._attached is not None and model is not None and control.should_save:
             self._attached.before_save(model, state.global_step)
 

@@ -16,7 +16,9 @@ from transformers.trainer_callback import ExportableState
 from hf_fsdp.checkpoint.documents import ARGUMENTS_FILE, DATA_FILE, SCALER_FILE, SCHEDULER_FILE, rank_file
 from hf_fsdp.checkpoint.find import TRAINER_STATE_FILE
 from hf_fsdp.checkpoint.json_state import encode_state
+from hf_fsdp.checkpoint.optimizer_state import FRESH_FIX
 from hf_fsdp.checkpoint.random_state import read_random_state
+from hf_fsdp.errors import CheckpointError
 from hf_fsdp.integrations.data_draws import generators_before_next_batch
 from hf_fsdp.integrations.data_position import read_data_position
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER, adapter_keys, is_peft_model
@@ -86,8 +88,8 @@ def write_model_files(trainer: Trainer, folder: Path) -> None:
         processor.save_pretrained(folder)
 
 
-def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any], *, is_fresh: bool) -> None:
-    """Go on in the learning rate schedule.
+def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any], *, is_fresh: bool) -> list[str]:
+    """Go on in the learning rate schedule; return lines that a person should see.
 
     Args:
         scheduler: of this run.
@@ -95,11 +97,24 @@ def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any]
         saved: the state of the scheduler before.
         is_fresh: whether the optimizer is: then only the place in the schedule is the saved one, and this run's
             learning rates go on from it, over its own groups.
+
+    Raises:
+        CheckpointError: it is a schedule of another kind, whose state says nothing to this one.
     """
     while isinstance(inner := getattr(scheduler, "scheduler", None), LRScheduler):  # Accelerate's around torch's
         scheduler = inner
+    own = scheduler.state_dict()
+    # Names with an underscore come and go with torch's releases.
+    others = sorted(key for key in own.keys() ^ saved.keys() if not key.startswith("_"))
+    if others and not (is_fresh and isinstance(scheduler, LambdaLR)):
+        kind = type(scheduler).__name__
+        if is_fresh:
+            return [f"resume: the schedule is {kind} now and was of another kind, so it starts anew"]
+        raise CheckpointError(
+            f"this run's schedule is {kind} and the checkpoint's is of another kind: only one of them has {others[0]}",
+            fix=f"the lr_scheduler_type of the run that saved, or {FRESH_FIX}",
+        )
     if is_fresh and isinstance(scheduler, LambdaLR):
-        own = scheduler.state_dict()
         place = int(saved.get("last_epoch", 0))
         rates = [base * scale(place) for base, scale in zip(own["base_lrs"], scheduler.lr_lambdas, strict=True)]
         saved = {**saved, **{key: own[key] for key in ("base_lrs", "lr_lambdas")}, "_last_lr": rates}
@@ -107,6 +122,7 @@ def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any]
     if is_fresh:
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=False):
             group["lr"] = rate
+    return []
 
 
 def restore_running_loss(trainer: Trainer, saved: dict[str, Any]) -> None:

@@ -123,4 +123,6 @@ def _finalize_training(original: Callable[..., Any], trainer: Trainer, *args: An
     """Wait for the save behind training before Trainer looks for the best checkpoint and deletes others."""
     if (checkpoints := checkpoints_of(trainer)) is not None:
         checkpoints.finish()
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is None:
+            checkpoints.say_no_best()
     return original(*args, **kwargs)

@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp.checkpoint.background import BackgroundSave
 from hf_fsdp.checkpoint.commit import Rotation
-from hf_fsdp.checkpoint.find import checkpoint_folder
-from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, MODEL_ONLY
+from hf_fsdp.checkpoint.find import checkpoint_folder, find_checkpoints
+from hf_fsdp.checkpoint.manifest import MODEL_ONLY
+from hf_fsdp.checkpoint.optimizer_state import read_optimizer_state
 from hf_fsdp.checkpoint.save import SaveRequest, begin_save
 from hf_fsdp.checkpoint.self_test import test_saving
 from hf_fsdp.checkpoint.staged import SavedCheckpoint
 from hf_fsdp.checkpoint.write import finish_save
 from hf_fsdp.config.schema import CheckpointConfig
+from hf_fsdp.integrations.best import choose_best
 from hf_fsdp.integrations.checkpoint_files import build_documents, write_model_files
 from hf_fsdp.integrations.optimizers import raw_optimizer
 from hf_fsdp.integrations.preemption import Preemption
 from hf_fsdp.integrations.resume import Resume
-from hf_fsdp.sharding.mesh import agree_all
+from hf_fsdp.sharding.mesh import agree_all, rank
 from hf_fsdp.sharding.outcome import agreed, wait_for_all_ranks
 from hf_fsdp.units import format_bytes
 
@@ -43,6 +46,7 @@ class Checkpoints:
         self._background = BackgroundSave()
         self._after_commit: Callable[[Path], None] | None = None
         self._tested: weakref.ref[Any] | None = None
+        self._is_optimizer_tested = True
         preemption.before_leaving.append(self.finish)
 
     def use(self, config: CheckpointConfig) -> None:
@@ -93,13 +97,14 @@ class Checkpoints:
             after_commit(checkpoint_folder(output_dir, step))
 
     def _update_best(self, trainer: Trainer, output_dir: Path) -> Path | None:
-        """Keep Trainer's record of the best checkpoint: the one that is being saved counts."""
+        """Keep Trainer's record of the best checkpoint: the best of those that are there, the one that is saved too."""
         state, strategy = trainer.state, trainer.args.save_strategy
         if strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
-            folder = checkpoint_folder(output_dir, state.best_global_step)
-            exists = agree_all((folder / MANIFEST_FILE).is_file())[0]
-            if state.best_global_step == state.global_step or exists:
-                state.best_model_checkpoint = str(folder)
+            found = find_checkpoints(output_dir) if rank() == 0 else []
+            there = agree_all([item.step for item in found if item.is_committed])[0]
+            best = choose_best(trainer, [*there, state.global_step])
+            if best is not None:
+                state.best_model_checkpoint = str(checkpoint_folder(output_dir, best))
         return Path(state.best_model_checkpoint) if state.best_model_checkpoint is not None else None
 
     def _committed(self, saved: SavedCheckpoint | None) -> None:
@@ -130,6 +135,10 @@ class Checkpoints:
             self._after_commit(saved.path)
             self._after_commit = None
 
+    def say_no_best(self) -> None:
+        """Trainer says nothing then, and loads nothing."""
+        self._say("load_best_model_at_end: no step was both evaluated and saved, so the model is that of the last step")
+
     def test(self, model: nn.Module, output_dir: Path | None) -> None:
         """Before the first step: plan the whole save, and write a small part of it for real; once for a model.
 
@@ -145,8 +154,15 @@ class Checkpoints:
         durations.num_model_bytes = result.num_bytes
         durations.num_bytes = result.num_bytes + ADAM_STATES * result.num_trained_bytes
         durations.bytes_per_second = result.bytes_per_second
+        self._is_optimizer_tested = False
         if result.was_written:
             self._say(
                 f"checkpoint self-test: {result.num_tensors} tensors, {format_bytes(result.num_bytes)} of weights "
                 "planned; the smallest part was written and read back"
             )
+
+    def test_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """After the first step, when the optimizer has made its state: could a checkpoint hold it? Collective."""
+        if not self._is_optimizer_tested:
+            self._is_optimizer_tested = True
+            agreed("test a checkpoint of the optimizer", lambda: read_optimizer_state(model, optimizer))

@@ -14,6 +14,7 @@ Pinned by `tests/unit/test_checkpoint_seams.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp.checkpoint.random_state import RandomState, get_generators, set_generators
-from hf_fsdp.integrations.accelerate import active_backend, replace_method
+from hf_fsdp.integrations.accelerate import replace_method
 
 _BEFORE, _SEED = "_hf_fsdp_before_next_batch", "_hf_fsdp_seed"
 Loader = Any  # a DataLoaderShard or a DataLoaderDispatcher
@@ -36,14 +37,28 @@ def install_data_draws_seams() -> None:
     replace_method(DataLoaderDispatcher, "__iter__", _iterate)
 
 
+@contextlib.contextmanager
+def nothing_watched_after() -> Iterator[None]:
+    """At the end of a training, forget its data."""
+    global _trained
+    try:
+        yield
+    finally:
+        _trained = None
+        await_batch(None)
+
+
 # -- orders of samples ------------------------------------------------------------------------------------------------
 
 
-def seed_sampler(loader: Any, args: TrainingArguments) -> None:
-    """Let the sampler of a training loader draw each epoch's order from that epoch's seed, the same on all ranks.
+def watch_training_data(loader: Any, args: TrainingArguments) -> None:
+    """Watch what is drawn for a training, from before its first epoch on.
 
-    Of a sampler that was given a generator, the generator's own seed is taken; `data_seed`, or else `seed`, otherwise.
+    Its sampler draws each epoch's order from that epoch's seed, the same on all ranks: of a sampler that was given a
+    generator, the generator's own seed counts, and `data_seed`, or else `seed`, otherwise.
     """
+    global _trained
+    _trained = getattr(loader, "dataset", None)
     sampler = _sampler_of(loader)
     if hasattr(sampler, "generator") and not isinstance(sampler, SeedableRandomSampler):
         generator, seed = sampler.generator, args.seed if args.data_seed is None else args.data_seed
@@ -77,13 +92,14 @@ class BatchToRebuild:
 
 # The generators belong to the process, so does what is to be done with them.
 _awaited: BatchToRebuild | None = None
+# The dataset of the training that goes on: an evaluation's loaders draw for themselves.
+_trained: Any = None
 
 
 def generators_before_next_batch(trainer: Trainer) -> RandomState | None:
     """Return the generators as they were before the batch was built that training takes next; None: it is not built."""
-    trained = trainer.callback_handler.train_dataloader
     for loader in trainer.accelerator.gradient_state.dataloader_references:
-        if loader is not None and trained is not None and loader.dataset is trained.dataset:
+        if loader is not None and loader.dataset is _trained:
             return getattr(loader, _BEFORE, None)
     return None
 
@@ -95,7 +111,7 @@ def await_batch(batch: BatchToRebuild | None) -> None:
 
 
 def _iterate(original: Callable[[], Iterator[Any]], loader: Loader) -> Iterator[Any]:
-    if active_backend() is None:
+    if _trained is None or loader.dataset is not _trained:
         yield from original()
         return
     sampler = _sampler_of(loader)

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_fsdp.checkpoint.find import AUTO
 from hf_fsdp.integrations.wandb import mark_preempting
 from hf_fsdp.monitor.grace import EXIT_SECONDS, SaveDurations, check_grace, grace_seconds
 from hf_fsdp.monitor.signals import SignalWatch, shield_data_workers
@@ -26,6 +27,7 @@ scheduler takes for done; not 1 or 2, which are errors that come again; not 128 
 killed and may have saved nothing. A launcher in between (torchrun, `accelerate launch`) makes 1 of it."""
 
 _ATTRIBUTE = "preemption"
+_NOTHING_NEW = "no step was taken in this run, so there is nothing new to save"
 
 
 class LeaveEvaluation(SystemExit):
@@ -138,7 +140,7 @@ class Preemption(TrainerCallback):
             return
         if self._read() and self._may_leave_evaluation:
             if self._num_steps == 0:
-                self._leave("no step was taken in this run, so there is nothing new to save")
+                self._leave(_NOTHING_NEW, AUTO)
             raise LeaveEvaluation(EXIT_CODE)
         self._launch()
 
@@ -170,7 +172,8 @@ class Preemption(TrainerCallback):
             return
         control, step = trainer.control, trainer.state.global_step
         control.should_evaluate = False
-        control.should_save = self._saved_step != step
+        # Under `save_only_model` what is there of this step could not be resumed from, which is what this save is for.
+        control.should_save = self._saved_step != step or trainer.args.save_only_model
         if control.should_save:
             with self._what_fits(trainer):
                 run()
@@ -185,10 +188,7 @@ class Preemption(TrainerCallback):
             [value for value in column if value is not None] for column in zip(*agree_all(mine), strict=True)
         )
         self.saves_only_model = bool(lefts and wholes) and max(wholes) > min(lefts)
-        if not self.saves_only_model:
-            yield
-            return
-        if rank() == 0:
+        if self.saves_only_model and rank() == 0:
             is_short_for_it = bool(models) and max(models) > min(lefts)
             print(
                 f"hf-fsdp: a full save may take {max(wholes):.0f} s and {max(min(lefts), 0):.0f} s of the grace are "
@@ -198,8 +198,9 @@ class Preemption(TrainerCallback):
             )
         args = trainer.args
         before = args.save_only_model, args.save_total_limit
-        # Nothing is deleted for it: the last whole checkpoint is what a resumed run goes on from.
-        args.save_only_model, args.save_total_limit = True, None
+        args.save_only_model = self.saves_only_model
+        if self.saves_only_model:  # nothing is deleted for it: a resumed run goes on from the last whole checkpoint
+            args.save_total_limit = None
         try:
             yield
         finally:
@@ -215,9 +216,9 @@ class Preemption(TrainerCallback):
     def _leave_unsaved_when_agreed(self) -> None:
         self._agree_now()
         if self._is_agreed:
-            self._leave("no step was taken in this run, so there is nothing new to save")
+            self._leave(_NOTHING_NEW, AUTO)
 
-    def _leave(self, what: str) -> None:
+    def _leave(self, what: str, resume: str | bool = True) -> None:
         for wait in self.before_leaving:
             wait()
         request = self._watch.request if self._watch is not None else None
@@ -228,7 +229,7 @@ class Preemption(TrainerCallback):
             mark_preempting()
             print(
                 f"hf-fsdp: {', '.join(where)}: {what}; leaving with exit code {EXIT_CODE}, "
-                "start it again with resume_from_checkpoint=True",
+                f"start it again with resume_from_checkpoint={resume!r}",
                 flush=True,
             )
         raise SystemExit(EXIT_CODE)

@@ -11,30 +11,43 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from hf_fsdp.checkpoint.documents import DATA_FILE, rank_file
+from hf_fsdp.checkpoint.documents import ARGUMENTS_FILE, DATA_FILE, EXTRA_STATE_FILE, rank_file
 from hf_fsdp.checkpoint.find import (
+    AUTO,
     TRAINER_STATE_FILE,
     FoundCheckpoint,
     checkpoint_folder,
     find_checkpoints,
     lack_of_mark,
+    may_start_anew,
     newest_usable,
+    read_wish,
 )
 from hf_fsdp.checkpoint.foreign import open_foreign
 from hf_fsdp.checkpoint.json_state import decode_state
-from hf_fsdp.checkpoint.load import OpenCheckpoint, compare_base, load_model, load_optimizer, open_checkpoint
+from hf_fsdp.checkpoint.load import (
+    OpenCheckpoint,
+    compare_base,
+    load_extra_state,
+    load_model,
+    load_optimizer,
+    open_checkpoint,
+)
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE, Manifest
+from hf_fsdp.checkpoint.model_state import precision_of
 from hf_fsdp.checkpoint.optimizer_state import FRESH_FIX, changed_settings
 from hf_fsdp.checkpoint.random_state import set_random_state, shift_random_state
 from hf_fsdp.checkpoint.verify import verify_together
 from hf_fsdp.config.schema import CheckpointConfig
-from hf_fsdp.errors import CheckpointError, HfFsdpError
+from hf_fsdp.errors import CheckpointError
+from hf_fsdp.integrations.best import best_score
 from hf_fsdp.integrations.checkpoint_files import restore_running_loss, restore_schedule
 from hf_fsdp.integrations.data_draws import BatchToRebuild, await_batch
 from hf_fsdp.integrations.data_position import compare_data_position
 from hf_fsdp.integrations.optimizers import raw_optimizer
 from hf_fsdp.sharding.mesh import agree_all, rank
 from hf_fsdp.sharding.outcome import agreed
+from hf_fsdp.storage.files import hash_file
 
 
 class Resume:
@@ -55,17 +68,29 @@ class Resume:
         Args:
             trainer: about to train.
             asked: ``True`` takes the newest committed checkpoint, skips those that are incomplete or damaged with a
-                line that says why, and never touches them; a path must be whole.
+                line that says why, and never touches them; ``"auto"`` does so where there is one, and is a fresh start
+                where nothing was ever saved; a path must be whole.
 
         Raises:
-            CheckpointError: on all ranks alike: there is none, or the one that was asked for is damaged.
+            CheckpointError: on all ranks alike: there is none, the one that was asked for is damaged, or ranks were
+                asked for different ones.
         """
-        if asked is None or asked is False:
+        self._forget()
+        wish = read_wish(asked)
+        wishes = agree_all(str(wish))
+        if len(set(wishes)) > 1:
+            raise CheckpointError(
+                "ranks were given different resume_from_checkpoint: "
+                + ", ".join(f"rank {index}: {wish}" for index, wish in enumerate(wishes[:8])),
+                fix="the same on all ranks; True takes the newest committed checkpoint, chosen by all together",
+            )
+        output_dir = Path(trainer.args.output_dir)
+        if wish is None:
+            self._say_what_is_there(trainer, output_dir)
             return None
         self._trainer = weakref.ref(trainer)
-        if asked is not True:
-            return self._resolve_path(Path(asked))
-        output_dir = Path(trainer.args.output_dir)
+        if isinstance(wish, str) and wish != AUTO:
+            return self._resolve_path(Path(wish))
         skipped: list[str] = []
 
         def say(line: str) -> None:
@@ -76,14 +101,29 @@ class Resume:
             agreed("look for checkpoints", lambda: find_checkpoints(output_dir) if rank() == 0 else None)
         )[0]
         found = newest_usable(items, self._look_closer, say, optimizer_is_fresh=self.config.optimizer == "fresh")
+        if found is None and wish == AUTO and may_start_anew(items):
+            self._say(f"resume: nothing to go on from in {output_dir}, so this is a fresh start")
+            return None
         if found is None:
             raise CheckpointError(
-                f"resume_from_checkpoint=True: {output_dir} holds no checkpoint that can be resumed from"
+                f"resume_from_checkpoint={asked}: {output_dir} holds no checkpoint that can be resumed from"
                 + "".join(f"\n  {line}" for line in skipped),
-                fix="leave resume_from_checkpoint out to start anew, or give the output_dir of the run to go on with",
+                fix="leave resume_from_checkpoint out to start anew, or set output_dir to that of the earlier run",
             )
-        self._say(f"resume: {found.path} (step {found.step})")
+        step = found.step if found.manifest is None else found.manifest.step
+        self._say(f"resume: {found.path} (step {step})")
         return str(found.path)
+
+    def _say_what_is_there(self, trainer: Trainer, output_dir: Path) -> None:
+        """A fresh start among the checkpoints of an earlier run replaces them one by one: say so."""
+        if rank() == 0 and str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
+            with contextlib.suppress(OSError):
+                there = [item for item in find_checkpoints(output_dir) if item.problem is None]
+                if there:
+                    self._say(
+                        f"{output_dir} holds {there[-1].path.name} of an earlier run; this is a fresh start, which "
+                        'will replace what has the same step (resume_from_checkpoint="auto" goes on from it)'
+                    )
 
     def _resolve_path(self, folder: Path) -> str:
         seen = agree_all(folder.is_dir())
@@ -111,6 +151,11 @@ class Resume:
             )
         if has_manifest:
             manifest = agreed(action, lambda: Manifest.read(folder))
+            if len(set(agree_all(hash_file(folder / MANIFEST_FILE)))) > 1:
+                raise CheckpointError(
+                    f"resume_from_checkpoint={str(folder)!r} is another checkpoint on another rank",
+                    fix="a folder on a file system that all machines share",
+                )
             if problems := verify_together(folder, manifest):
                 raise CheckpointError([replace(item, message=f"{folder}: {item.message}") for item in problems[:5]])
         elif (problem := agree_all(lack_of_mark(folder))[0] or self._look_at_foreign(folder)) is not None:
@@ -138,7 +183,7 @@ class Resume:
                         problem = "; ".join(foreign.missing) or "it holds no weights"
                     elif foreign.trainer_state is None:
                         problem = f"it has no {TRAINER_STATE_FILE}, so its step is not known"
-            except (HfFsdpError, OSError) as error:
+            except Exception as error:  # also what a hostile folder makes Python stumble over; the others wait
                 problem = str(error).splitlines()[0]
         found: str | None = agree_all(problem)[0]
         return found
@@ -149,7 +194,7 @@ class Resume:
         """Fill the Trainer's model, each rank its own part."""
         opened = self._open(trainer, folder)
         lines = agreed(f"resume from {folder.name}", lambda: _load_model(trainer, opened))
-        self._say(*lines, *compare_base(trainer.model, opened.manifest))
+        self._say(*lines, *compare_base(trainer.model, opened.manifest), *_changed_precision(trainer, opened))
         self._batch = _batch_to_rebuild(opened, trainer.args)
         await_batch(self._batch)
         if opened.foreign is not None:
@@ -169,7 +214,12 @@ class Resume:
             if changed:
                 self._say(f"resume: the checkpoint's settings of the optimizer are kept: {', '.join(changed)}")
         if opened.scheduler is not None:
-            restore_schedule(trainer.lr_scheduler, optimizer, opened.scheduler, is_fresh=is_fresh)
+            state = opened.scheduler
+            lines = agreed(
+                f"resume from {folder.name}",
+                lambda: restore_schedule(trainer.lr_scheduler, optimizer, state, is_fresh=is_fresh),
+            )
+            self._say(*(lines or _changed_schedule(opened, trainer.args)))
         elif not is_fresh:
             raise CheckpointError(f"{folder} holds no state of the learning rate schedule", fix=FRESH_FIX)
         if (data := opened.document(DATA_FILE)) is not None:
@@ -188,14 +238,21 @@ class Resume:
     def load_random_state(self, trainer: Trainer, folder: Path) -> None:
         """Restore this rank's random generators; a rank that the run before did not have draws from rank 0's."""
         opened, index = self._open(trainer, folder), trainer.args.process_index
-        batch, self._batch = self._batch, None
-        await_batch(None)
+        batch = self._batch
         if batch is not None and batch.is_done:
-            return  # they were restored right after the first batch was built
-        if (mine := opened.random_state(index)) is not None:
+            pass  # they were restored right after the first batch was built
+        elif (mine := opened.random_state(index)) is not None:
             set_random_state(mine)
         elif (first := opened.random_state(0)) is not None:
             shift_random_state(first, index)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the checkpoint: nothing more is taken from it, and a later training is not to."""
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = self._trainer = self._batch = None
+        await_batch(None)
 
     def restore_running_loss(self) -> None:
         """After Trainer has set its counters: go on with those of the run before.
@@ -221,17 +278,24 @@ class Resume:
     def load_best(self, trainer: Trainer) -> None:
         """Load the best checkpoint's model, adapters too."""
         folder = Path(str(trainer.state.best_model_checkpoint))
+        if not all(agree_all(folder.is_dir())):
+            usable = [str(item.path) for item in find_checkpoints(folder.parent) if item.problem is None]
+            raise CheckpointError(
+                f"load_best_model_at_end: {folder}, the best checkpoint, is not there any more",
+                near=", ".join(usable[-3:]) or None,
+                fix="training has ended and its last step is the model in memory; load another checkpoint by hand",
+            )
         action = f"load the best model from {folder.name}"
         opened = agreed(action, lambda: open_checkpoint(folder, trainer.model))
         with contextlib.closing(opened):
             if opened.manifest is not None and (problems := verify_together(folder, opened.manifest)):
                 raise CheckpointError(problems[:5])
             agreed(action, lambda: _load_model(trainer, opened))
-        state = trainer.state
-        score = f"score {state.best_metric}"
-        if folder.name != checkpoint_folder(folder.parent, state.best_global_step or 0).name:
-            score = f"the best, {score}, was step {state.best_global_step}, which was not saved"
-        self._say(f"best model: loaded from {folder.name} ({score})")
+        state, score = trainer.state, best_score(trainer, folder)
+        said = "" if score is None else f" (score {score})"
+        if state.best_global_step and folder.name != checkpoint_folder(folder.parent, state.best_global_step).name:
+            said += f"; step {state.best_global_step} was better, {state.best_metric}, and has no checkpoint"
+        self._say(f"best model: loaded from {folder.name}{said}")
 
     def _open(self, trainer: Trainer, folder: Path) -> OpenCheckpoint:
         """Return the checkpoint, opened once; another program's once more when there is an optimizer to name."""
@@ -241,6 +305,23 @@ class Resume:
             return known
         self._opened = agreed(f"resume from {folder.name}", lambda: open_checkpoint(folder, trainer.model, optimizer))
         return self._opened
+
+
+def _changed_precision(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
+    args, before = trainer.args, opened.manifest.precision if opened.manifest is not None else ""
+    unsharded = "bf16-mixed" if args.bf16 else "fp16-mixed" if args.fp16 else "fp32"
+    now = precision_of(trainer.model) or unsharded
+    if before in ("", "auto", now) or now == "auto":
+        return []
+    return [f"resume: the run before computed in {before} and this one computes in {now}: its losses will differ"]
+
+
+def _changed_schedule(opened: OpenCheckpoint, args: TrainingArguments) -> list[str]:
+    before = (opened.document(ARGUMENTS_FILE) or {}).get("lr_scheduler_type")
+    now = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if before in (None, now):
+        return []
+    return [f"resume: lr_scheduler_type is {now} and was {before}: it goes on from its place in the new curve"]
 
 
 def _batch_to_rebuild(opened: OpenCheckpoint, args: TrainingArguments) -> BatchToRebuild | None:
@@ -253,4 +334,6 @@ def _batch_to_rebuild(opened: OpenCheckpoint, args: TrainingArguments) -> BatchT
 
 
 def _load_model(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
-    return load_model(trainer.model, opened.model, opened.folder, may_hold_base=opened.foreign is not None)
+    lines = load_model(trainer.model, opened.model, opened.folder, may_hold_base=opened.foreign is not None)
+    load_extra_state(trainer.model, opened.document(EXTRA_STATE_FILE) or {})
+    return lines

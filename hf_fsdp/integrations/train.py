@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from hf_fsdp.integrations.accelerate import replace_method
 from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
+from hf_fsdp.integrations.data_draws import nothing_watched_after
 from hf_fsdp.integrations.evaluation import is_ours
 from hf_fsdp.integrations.kept_outputs import check_memory_before_training
 from hf_fsdp.integrations.preemption import preemption_of
@@ -33,7 +34,7 @@ def _train(
     An evaluation that would run out of memory is found out before the first step.
     """
     checkpoints = checkpoints_of(trainer)
-    with contextlib.ExitStack() as stack:
+    with nothing_watched_after(), contextlib.ExitStack() as stack:
         if (preemption := preemption_of(trainer)) is not None:
             stack.enter_context(preemption.watching(trainer))
         if is_ours(trainer) and str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp.sharding.buffers import persistent_buffers
+from hf_fsdp.sharding.buffers import named_persistent_buffers
 
 DEFAULT_FOLDER = "."
 
@@ -29,7 +29,7 @@ def adapter_keys(model: Any) -> dict[str, dict[str, str]]:
         return known[1]
     from peft import get_peft_model_state_dict
 
-    live = {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
+    live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(named_persistent_buffers(model))}
     stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
     first = {id(tensor): name for name, tensor in reversed(live.items())}
     names = {id(stand_in): first[id(live[name])] for name, stand_in in stand_ins.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,7 +22,7 @@ from hf_fsdp.errors import CheckpointError
 DAMAGED_FIX = "take another checkpoint, or a copy of this one from before it was damaged"
 PIECE_BYTES = 16 * 1024**2
 # A JSON file of a checkpoint is read whole; the largest, a manifest of a model with 100,000 tensors, has 30 MiB.
-MAX_JSON_BYTES = 256 * 1024**2
+MAX_JSON_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def hash_file(path: Path, on_bytes: Any = None) -> FileRecord:
         on_bytes: called with the number of bytes of every piece, for a progress bar.
     """
     digest, size = xxhash.xxh3_128(), 0
-    with open(path, "rb", buffering=0) as stream:
+    with open_to_read(path, buffering=0) as stream:
         buffer = bytearray(PIECE_BYTES)
         view = memoryview(buffer)
         while count := stream.readinto(buffer):
@@ -49,6 +50,33 @@ def hash_file(path: Path, on_bytes: Any = None) -> FileRecord:
             if on_bytes is not None:
                 on_bytes(count)
     return FileRecord(size, digest.hexdigest())
+
+
+def open_to_read(path: Path, buffering: int = -1) -> Any:
+    """Open a file of a checkpoint, binary.
+
+    A pipe would be waited for and a device may have no end, so only regular files are opened.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        CheckpointError: it is no regular file, or may not be read.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CheckpointError(f"{path} is no regular file", fix=DAMAGED_FIX)
+        return descriptor
+
+    try:
+        return open(path, "rb", buffering=buffering, opener=opener)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}", fix="let this user read the whole folder"
+        ) from error
 
 
 def safe_join(root: Path, relative: str, trusted: Path | None = None) -> Path:
@@ -113,8 +141,21 @@ def write_json(path: Path, value: Any) -> FileRecord:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return `value` as indented JSON with a newline at the end."""
-    return (json.dumps(value, indent=1) + "\n").encode("utf-8")
+    """Return `value` as indented JSON with a newline at the end; numbers of NumPy and torch become plain ones.
+
+    Raises:
+        CheckpointError: it holds what JSON has no word for.
+    """
+    return (json.dumps(value, indent=1, default=_plain_number) + "\n").encode("utf-8")
+
+
+def _plain_number(value: Any) -> Any:
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise CheckpointError(
+        f"a {type(value).__name__} ({str(value)[:80]}) cannot be saved: a checkpoint keeps no pickle",
+        fix="put only numbers, text, lists and mappings into logs and into the state of callbacks",
+    )
 
 
 def read_json(path: Path) -> Any:
@@ -124,11 +165,10 @@ def read_json(path: Path) -> Any:
         CheckpointError: it is not there, is not JSON, or is larger than any such file of a checkpoint.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, too many for a file of this kind", fix=DAMAGED_FIX
-            )
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open_to_read(path) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path} has {size} bytes, too many for a file of this kind", fix=DAMAGED_FIX)
+            return json.loads(stream.read().decode("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", fix=DAMAGED_FIX) from error
     except (ValueError, RecursionError) as error:

@@ -26,7 +26,7 @@ import xxhash
 
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.storage.direct_file import DirectWriter
-from hf_fsdp.storage.files import DAMAGED_FIX, PIECE_BYTES, FileRecord
+from hf_fsdp.storage.files import DAMAGED_FIX, PIECE_BYTES, FileRecord, open_to_read
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -51,15 +51,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARDING_INFO = "DCP_SHARDING_INFO"
 SAVED_OFFSETS = "saved_offsets"
 WHOLE_SHAPE = "whole_shape"  # ours: without it a missing last part would only make the tensor look smaller
-# Half the limit of the safetensors package, and room for 200,000 tensors: a header is parsed whole.
-MAX_HEADER_BYTES = 50_000_000
+# A quarter of the safetensors package's limit, and room for 100,000 parts: a header is parsed whole, and becomes 30
+# times as large in memory.
+MAX_HEADER_BYTES = 25_000_000
 # A tensor's entry has three brackets in 45 bytes or more. Nested empty lists would need 30 times their text in memory.
 MIN_BYTES_A_BRACKET = 8
 MAX_DIMS = 16
 MAX_OPEN_FILES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a file, or one part of a larger tensor.
 
@@ -219,7 +220,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         CheckpointError: the file is missing, cut off, or its header does not describe its bytes.
     """
     try:
-        with open(path, "rb") as stream:
+        with open_to_read(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -298,7 +299,8 @@ class OpenFiles:
         if path not in self.descriptors:
             if len(self.descriptors) >= MAX_OPEN_FILES:
                 os.close(self.descriptors.pop(next(iter(self.descriptors))))
-            self.descriptors[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            with open_to_read(path, buffering=0) as stream:
+                self.descriptors[path] = os.dup(stream.fileno())
         return self.descriptors[path]
 
     def close(self) -> None:

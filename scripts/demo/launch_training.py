@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -62,6 +63,12 @@ class TrainingRun:
         flags = [word for key, value in self.overrides.items() for word in (f"--{key}", value)]
         flags += ["--resume_from_checkpoint", "true"] if self.resumes else []
         return [*start, *self.through, RECIPE, str(self.config), "--output_dir", str(self.output_dir), *flags]
+
+    def command_line(self) -> str:
+        """Return the command in one line to copy, with the launcher's short name."""
+        words = self.command()
+        start = ["accelerate", "launch"] if self.num_processes > 1 else ["python"]
+        return shlex.join([*start, *words[3 if self.num_processes > 1 else 1 :]])
 
 
 def show_everything(line: str) -> bool:

@@ -29,6 +29,7 @@ from training_runs import (
     CONFIG,
     DATA,
     KILLED_STEP,
+    KILLER,
     LAUNCH_FILE,
     LOGS,
     NUM_COMPARED_STEPS,
@@ -42,6 +43,9 @@ from training_runs import (
 
 PACKAGES = ("hf-fsdp", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "wandb")
 NUM_TRAINING_ROWS, NUM_HELD_OUT_ROWS = 320, 32
+# Not measured idle: docs/results/2026-11-30-demo.md has 5 min 10 s idle without the kill and the resume, and 13 minutes
+# of processor time over both cores with them.
+MINUTES = 10
 
 console = Console(highlight=False)
 began = time.monotonic()
@@ -50,6 +54,11 @@ began = time.monotonic()
 def stage(title: str) -> None:
     """Print the heading of the next part, with the time since the start."""
     console.print(f"\n[bold]== {title}[/bold]  [dim]({time.monotonic() - began:.0f} s)[/dim]", soft_wrap=True)
+
+
+def show(line: str) -> None:
+    """Print a line whole, however narrow the terminal is."""
+    print(line, flush=True)
 
 
 def show_versions() -> None:
@@ -107,6 +116,7 @@ def show_next_commands(model: Path) -> None:
     lines = [
         f"{OUTPUT}/resolved_config.yaml, audit.json, metrics.jsonl, metrics_killed.jsonl, samples.md, results.json",
         f"{OUTPUT}/model loads by itself: AutoModelForCausalLM.from_pretrained('{OUTPUT}/model')",
+        f"{OUTPUT}/final is what the recipe saved at its end; data, logs and one_process are the demo's own",
         f"source {os.path.relpath(sys.prefix)}/bin/activate      # then:",
         f"wandb sync {OUTPUT}/wandb/offline-run-*      # two runs: the killed launch, and the one that went on"
         if offline_runs
@@ -147,6 +157,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="train all weights instead of LoRA")
     full = parser.parse_args().full
 
+    show(f"This takes about {MINUTES} minutes on two idle cores (estimated), longer beside other jobs.")
     show_versions()
     shutil.rmtree(OUTPUT, ignore_errors=True)
     model = fetch_model.fetch(fetch_model.cache_folder())
@@ -155,19 +166,27 @@ def main() -> None:
     what = "all weights" if full else "LoRA"
     stage(f"{what}, two sharded processes: examples with their loss mask, audit, training, and a kill in a save")
     run = sharded_run(model, full)
+    show(f"$ {run.command_line()}")
+    show(f"(here it runs through {KILLER[0]}, which kills it in the save of step {KILLED_STEP})")
+    show("Loading, and the evaluation before the first step, print nothing for a while.\n")
     left, killed = train_until_killed(run)
     run_command("checkpoint", "list", str(OUTPUT))
     stage("the same command with --resume_from_checkpoint true --eval_on_start false")
+    show(f"$ {resumed_run(run).command_line()}")
+    show(f"Steps {left.resumable_step + 1} to {KILLED_STEP} are computed again. Shown are steps and checkpoints.\n")
     resumed = run_training(resumed_run(run), show_resume)
     resume = Resume(killed=killed, resumed=resumed, resumed_from=left.resumable_step, killed_at=KILLED_STEP)
     stage(f"the same run's first {NUM_COMPARED_STEPS} steps in one process, not sharded")
     single = train_in_one_process(model, full)
     stage("Accelerate alone on the same model")
+    show("Running, without output until the results: one training step under TrainingArguments(fsdp=True), then the")
+    show("gradients of one step with and without activation checkpointing, by Accelerate's way and by ours.")
     files = {"model": model, "data": train_file, "output": OUTPUT / "compare_stock.json"}
     run_step("compare_stock.py", _flags(files), num_processes=2)
     stage("the last checkpoint as a folder for from_pretrained, and samples from it and from the base model")
     run_command("checkpoint", "verify", str(OUTPUT))
     export_checkpoint(full)
+    show("Running, without output until the results: the base model and the exported one answer held-out questions.")
     files = {"base": model, "model": OUTPUT / "model"}
     run_step("generate_samples.py", _flags({**files, "data": held_out_file, "output": OUTPUT / "samples.json"}))
 
@@ -178,7 +197,7 @@ def main() -> None:
     (OUTPUT / "results.json").write_text(json.dumps(results.to_mapping(), indent=2) + "\n", encoding="utf-8")
     show_next_commands(model)
     unmet = results.unmet_claims()
-    console.print(f"\n{time.monotonic() - began:.0f} s in all")
+    console.print(f"\n{time.monotonic() - began:.0f} s in all, without the installation")
     if unmet:
         raise SystemExit("error: the demo did not show what it says: " + "; ".join(unmet))
 

@@ -84,11 +84,27 @@ class Results:
 
 def show_results(results: Results, console: Console) -> None:
     """Print the tables: losses side by side, killed against resumed, stock against ours, held-out loss, samples."""
+    console.print("training loss, measured: same rows, same order, fp32, no dropout", style="italic", soft_wrap=True)
+    console.print(
+        f"two sharded processes: steps 1 to {results.resume.resumed_from} were computed before the kill, later ones "
+        "after the resume",
+        style="italic",
+        soft_wrap=True,
+    )
     console.print(_loss_table(results))
     console.print(f"largest difference: {results.largest_loss_difference():.2e}\n")
     console.print(_resume_table(results.resume))
-    same = "equal to the bit" if not results.resume.unmet_claims() else "NOT EQUAL"
-    console.print(f"losses, gradient norms and learning rates computed twice: {same}\n")
+    is_equal = not results.resume.unmet_claims()
+    same = "equal to the bit" if is_equal else "NOT EQUAL"
+    console.print(f"losses, gradient norms and learning rates computed twice: {same}", soft_wrap=True)
+    if is_equal:
+        console.print(
+            "The killed launch computed these steps from what it had in memory and the resumed one from "
+            f"checkpoint-{results.resume.resumed_from} on the disk; the numbers are the same in all their bits, also "
+            "in those that the table rounds off.",
+            soft_wrap=True,
+        )
+    console.print()
     console.print(_stock_table(results))
     before, after = results.held_out()
     console.print(f"\nheld-out loss (modules of which training saw nothing): before {before:.3f}, after {after:.3f}\n")
@@ -97,7 +113,7 @@ def show_results(results: Results, console: Console) -> None:
 
 
 def _loss_table(results: Results) -> Table:
-    table = Table(title="training loss, measured: same rows, same order, fp32, no dropout", title_justify="left")
+    table = Table()
     for heading in ("step", "one process", "two sharded processes", "difference"):
         table.add_column(heading, justify="right")
     for step, one, two in results.losses():

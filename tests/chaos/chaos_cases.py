@@ -18,6 +18,8 @@ from unittest import mock
 from transformers import TrainerCallback
 
 from hf_fsdp.checkpoint import background, commit, room, write
+from hf_fsdp.checkpoint.save import SaveRequest, begin_save
+from hf_fsdp.checkpoint.write import finish_save
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
 from hf_fsdp.sharding import mesh, outcome
@@ -202,6 +204,48 @@ def two_steps(rank: int, world_size: int) -> dict[str, Any]:
         found = refused(lambda: save(trainer, 3 + rank))
         save(trainer, 5)
         return {**found, "names": names(folder / "run")}
+
+
+def staging_removed(rank: int, world_size: int) -> dict[str, Any]:
+    """Another run in the same output_dir takes the staging folder for a dead one's, before shards are written."""
+    results: dict[str, Any] = {}
+    with shared_folder() as folder:
+        trainer = trained(folder / "run")
+        save(trainer, 1)
+        for name, remake in {"gone": False, "remade": True}.items():
+            request = SaveRequest(
+                output_dir=folder / "run",
+                step=2,
+                model=trainer.model,
+                optimizer=None,
+                write_extras=trainer.model.config.save_pretrained,
+            )
+            staged = begin_save(request)
+            if rank == 0:
+                shutil.rmtree(staged.folder)
+                if remake:
+                    staged.folder.mkdir()
+            agree_all(None)
+            results[name] = refused(lambda: finish_save(staged))  # noqa: B023  # called at once
+        return {**results, "names": names(folder / "run")}
+
+
+def works_elsewhere(rank: int, world_size: int) -> dict[str, Any]:
+    """`output_dir` is relative, and the process changes its folder while a save is behind training."""
+    before = os.getcwd()
+    with shared_folder() as folder:
+        try:
+            os.chdir(folder)
+            trainer = build_trainer(Path("run"), {"async_save": True}, save_strategy="no", max_steps=1)
+            quietly(trainer.train)
+            trainer.state.global_step = 1
+            with Calls(folder / "run", rank, slow(0.3, "model/shard")):
+                quietly(trainer._save_checkpoint, trainer.model, None)
+                os.chdir(before)
+                finish(trainer)
+        finally:
+            os.chdir(before)
+        return {"names": names(folder / "run"), "elsewhere": os.path.exists("run")}
 
 
 # -- checkpoints that were damaged -------------------------------------------------------------------------------------
@@ -460,6 +504,8 @@ CASES: dict[str, Callable[[int, int], Any]] = {
         rank_local_folders,
         one_rank_alone,
         two_steps,
+        staging_removed,
+        works_elsewhere,
         damages,
         resumed_past_damage,
         recorded_order,

@@ -65,7 +65,7 @@ def test_read_only_folder(outcome: Callable[[str], list[Any]]) -> None:
 def test_rank_local_folders(outcome: Callable[[str], list[Any]]) -> None:
     for found in outcome("rank_local_folders"):
         check_refused(found["save"], "on rank 1", "is not one folder for all processes")
-        assert all("is not there for rank 1" in error for error in found["resume"]["errors"])
+        assert all("ranks were given different resume_from_checkpoint" in error for error in found["resume"]["errors"])
         assert (found["names"], found["local"]) == (["audit.json", "checkpoint-1"], [])
 
 
@@ -77,6 +77,18 @@ def test_one_rank_saves_alone(outcome: Callable[[str], list[Any]]) -> None:
             assert "another rank ended" in errors[1 - alone]
             assert found[f"rank {alone}"]["seconds"] < ERROR_SECONDS
         assert found["names"] == ["audit.json", "checkpoint-8"]
+
+
+def test_a_staging_folder_that_is_removed_ends_the_save_and_nothing_else(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("staging_removed"):
+        check_refused(found["gone"], "was removed while it was saved", "one run at a time")
+        check_refused(found["remade"], "was changed or removed while it was saved", "one run at a time")
+        assert found["names"] == ["audit.json", "checkpoint-1"]
+
+
+def test_a_save_behind_training_stays_where_it_began(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("works_elsewhere"):
+        assert found["names"] == ["audit.json", "checkpoint-1"] and not found["elsewhere"]
 
 
 def test_two_different_steps(outcome: Callable[[str], list[Any]]) -> None:

@@ -47,6 +47,7 @@ MERGES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
     ),
     "tied, head trained": ("llama", True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "tied, embeddings trained": ("llama", True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     "transposed, with biases": (
         "gpt2",
         True,

@@ -181,6 +181,19 @@ def signal_after_a_scheduled_save(rank: int, world_size: int) -> dict[str, Any]:
         return {**run(trainer), "predictions": counter.count}
 
 
+def signal_under_save_only_model(rank: int, world_size: int) -> dict[str, Any]:
+    """What is saved for a stop is whole, also where a checkpoint of the model only is there of its step."""
+    found = {}
+    for name, steps in {"between": 8, "same": 1}.items():
+        with shared_folder() as folder:
+            sender = SignalAt("on_step_begin", step=2, on_rank=0)
+            arguments = {"save_strategy": "steps", "save_steps": steps, "save_only_model": True}
+            first = run(build_trainer(folder, sender, **arguments))
+            resumed = run(build_trainer(folder, save_only_model=True), resume_from_checkpoint="auto")
+            found[name] = {"first": first, "resumed": resumed}
+    return found
+
+
 def signal_behind_an_async_save(rank: int, world_size: int) -> dict[str, Any]:
     with shared_folder() as folder:
         sender = SignalAt("on_step_begin", step=1, on_rank=0)
@@ -275,6 +288,7 @@ CASES: dict[str, Callable[[int, int], Any]] = {
         signal_in_evaluation,
         signal_at_the_end_of_an_evaluation,
         signal_after_a_scheduled_save,
+        signal_under_save_only_model,
         signal_behind_an_async_save,
         signal_in_setup,
         signal_before_the_first_step,
@@ -307,12 +321,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--step_seconds", type=float, default=0.0)
-    parser.add_argument("--resume_from_checkpoint", choices=["true"])
+    parser.add_argument("--resume_from_checkpoint", choices=["auto"])
     asked = parser.parse_args()
     Path(asked.output_dir).mkdir(exist_ok=True)
     progress = Progress(asked.output_dir, asked.step_seconds)
     trainer = build_trainer(asked.output_dir, progress, dataloader_num_workers=1)
-    trainer.train(resume_from_checkpoint=asked.resume_from_checkpoint == "true" or None)
+    trainer.train(resume_from_checkpoint=asked.resume_from_checkpoint)
     if rank() == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (Path(asked.output_dir) / "result.json").write_text(json.dumps(losses))

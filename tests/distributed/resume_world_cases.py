@@ -14,16 +14,27 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import WeightedRandomSampler
+from transformers import Trainer, TrainingArguments
 
 from hf_fsdp.sharding.mesh import agree_all
 from tests.distributed.resume_compare import cut_in_two, held
 from tests.distributed.resume_models import llama, lora
 from tests.distributed.resuming import Kind, Life, Outcome, live, saving
 from tests.distributed.training import build_dataset
+
+
+class EvenlyWeightedTrainer(Trainer):
+    """Draws samples with replacement, by a sampler without a generator."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return WeightedRandomSampler([1.0] * 48, 48)
+
 
 WORLD_SIZE = 4
 SAVE_STEP, NUM_STEPS = 3, 6
@@ -48,6 +59,8 @@ UNEVEN = Kind(
     save_step=1,
     global_batch=12,
 )
+# Cut in the second epoch, whose order a sampler of its own has drawn.
+WEIGHTED = replace(FULL, trainer_class=(EvenlyWeightedTrainer, TrainingArguments), num_steps=7, save_step=5)
 HYBRID = {"sharding": {"dp_replicate_size": 2}}
 _rendezvous = itertools.count()
 
@@ -136,6 +149,7 @@ CASES: dict[str, Callable[[int, int], Any]] = {
     "4": on(4, save(FULL, "4")),
     "2x2": on(4, save(FULL, "2x2", config=HYBRID)),
     "2 LoRA": on(2, save(LORA, "lora")),
+    "2 weighted": on(2, save(WEIGHTED, "weighted")),
     "2 uneven": on(2, save(UNEVEN, "uneven")),
     "1 to 2": on(2, resume(FULL, "1")),
     "2 to 1": on(1, resume(FULL, "2")),
@@ -143,5 +157,6 @@ CASES: dict[str, Callable[[int, int], Any]] = {
     "4 to 2x2": on(4, resume(FULL, "4", config=HYBRID)),
     "2x2 to 3": on(3, resume(FULL, "2x2")),
     "2 to 4 LoRA": on(4, resume(LORA, "lora")),
+    "2 to 1 weighted": on(1, resume(WEIGHTED, "weighted")),
     "2 to 4 uneven": on(4, resume(UNEVEN, "uneven", seed=7, gradient_accumulation_steps=2)),
 }

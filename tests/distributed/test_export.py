@@ -83,8 +83,9 @@ def test_lora_is_merged_as_peft_merges_it(name: str) -> None:
         assert f"torch.{found['dtype']}" == dtype
 
 
-def test_a_head_that_came_apart_from_its_embeddings_is_said() -> None:
-    lines = first(1, "merges")["tied, head trained, torch.float32"]["lines"]
+@pytest.mark.parametrize("trained", ["head", "embeddings"])
+def test_a_head_that_came_apart_from_its_embeddings_is_said(trained: str) -> None:
+    lines = first(1, "merges")[f"tied, {trained} trained, torch.float32"]["lines"]
     assert any("tie_word_embeddings: false" in line for line in lines)
 
 

@@ -115,7 +115,7 @@ def test_the_sbatch_file_saves_before_the_time_limit_requeues_and_resumes(stoppe
     (name,) = stopped.saved[0]
     step = name.removeprefix("checkpoint-")
     assert f"step {step} is saved; leaving with exit code {EXIT_CODE}" in stopped.logs[0]
-    assert f"(step {step})" in stopped.logs[1], "--resume_from_checkpoint true was added"
+    assert f"(step {step})" in stopped.logs[1], "--resume_from_checkpoint auto was added"
 
 
 def test_signals_to_whole_steps_and_groups_spare_the_processes_that_load_data(stopped: Stopped) -> None:
@@ -174,6 +174,15 @@ def test_a_signal_before_the_first_step_stops_all_ranks_without_a_save(two: dict
     assert_left([rank["at_start"] for rank in found], 0, [])
     assert_left([rank["evaluating"] for rank in found], 0, [])
     assert {rank["predictions"] for rank in found} == {3}
+
+
+@pytest.mark.parametrize("name", ["between", "same"])
+def test_what_is_saved_for_a_stop_is_whole_under_save_only_model(name: str, two: dict[str, Outcome]) -> None:
+    whole = two["uninterrupted"].get()[0]["losses"]
+    for rank in two["signal_under_save_only_model"].get():
+        first, resumed = rank[name]["first"], rank[name]["resumed"]
+        assert first["code"] == EXIT_CODE and resumed["code"] is None
+        assert resumed["losses"] == whole and resumed["step"] == len(whole)
 
 
 def test_a_signal_in_the_last_step_leaves_what_comes_after_to_the_resumed_run(two: dict[str, Outcome]) -> None:

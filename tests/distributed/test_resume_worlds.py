@@ -35,6 +35,11 @@ def test_the_rest_of_a_run_sees_the_samples_that_it_would_have_seen(pair: str, o
             assert samples == unbroken[step], f"step {step}"
 
 
+def test_a_sampler_without_a_generator_has_the_same_order_in_a_later_epoch(outcomes: dict[str, Outcome]) -> None:
+    unbroken, rest = (outcomes[name].get()[0]["samples"] for name in ("2 weighted", "2 to 1 weighted"))
+    assert sorted(rest) == [6, 7] and all(rest[step] == unbroken[step] for step in rest)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_rest_of_a_run_has_its_losses_and_ends_in_its_weights(pair: str, outcomes: dict[str, Outcome]) -> None:
     saved, num_processes, num_shards = PAIRS[pair]

@@ -9,13 +9,16 @@ import os
 import pickle
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import Trainer, TrainingArguments
 
-from hf_fsdp import FSDPConfig
+from hf_fsdp import FSDPCallback, FSDPConfig
 from hf_fsdp.config import (
     ActivationCheckpointingConfig,
     OffloadConfig,
@@ -375,11 +378,21 @@ def test_a_function_cannot_travel_and_the_error_says_what_can() -> None:
         assert "FSDPCallback(config)" in caught.value.problems[0].fix
 
 
-def test_trainer_kwargs_are_empty_in_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_kwargs_only_carry_the_config_in_a_single_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert FSDPConfig().trainer_kwargs() == {}
+    config = FSDPConfig(checkpoint="full")
+    kwargs = config.trainer_kwargs()
+    assert set(kwargs) == {"fsdp_config"} and set(kwargs["fsdp_config"]) == {"hf_fsdp"}
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **kwargs)
+    assert not arguments.fsdp
+    callback = FSDPCallback()
+    Trainer(model=torch.nn.Linear(2, 2), args=arguments, callbacks=[callback])
+    assert callback.checkpoints.config.format == "full"
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert FSDPConfig().trainer_kwargs() == {}
+    assert set(FSDPConfig().trainer_kwargs()) == {"fsdp_config"}
+    assert FSDPConfig(wrap=lambda *args: []).trainer_kwargs() == {}
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     kwargs = FSDPConfig().trainer_kwargs()

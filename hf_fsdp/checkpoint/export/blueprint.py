@@ -86,13 +86,21 @@ def build_blueprint(config: Mapping[str, Any], model_class: str | None) -> Bluep
 
     names = [model_class] if model_class else list(config.get("architectures") or ())
     kind = getattr(transformers, names[0].removeprefix("FSDP"), None) if names else None
-    if kind is None or config.get("model_type") not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        return None  # a name in a file is not to make anything but a model
+    if config.get("model_type") not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
         return None
     values = {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
-    live_config = transformers.AutoConfig.for_model(config["model_type"], **values)
     # Not `from_config`: it sets torch's default dtype, which a training in another thread would see.
-    with torch.device("meta"):
-        model = kind(live_config)
+    try:
+        live_config = transformers.AutoConfig.for_model(config["model_type"], **values)
+        with torch.device("meta"):
+            model = kind(live_config)
+    except Exception as error:  # every class checks its own sizes, by whatever it stumbles over
+        raise CheckpointError(
+            f"config.json does not describe a {kind.__name__}: {type(error).__name__}: {str(error).splitlines()[:1]}",
+            fix="give config.json the sizes and the class of the model that was trained",
+        ) from error
     ties = _ties(model)
     aliases = {name for first, all_names in ties.items() for name in all_names if name != first}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())

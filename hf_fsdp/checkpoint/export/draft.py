@@ -57,6 +57,7 @@ class ExportDraft:
         texts: name -> content.
         lines: what a person should know.
         opened: sources to be closed at the end.
+        bases: folders of models that are read, which the export must not replace.
         closing: gives lines that are known only when all was read.
     """
 
@@ -66,6 +67,7 @@ class ExportDraft:
     texts: dict[str, bytes] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     opened: list[TensorSource] = field(default_factory=list)
+    bases: list[Path] = field(default_factory=list)
     closing: Callable[[], list[str]] = list
 
     @property
@@ -197,4 +199,4 @@ def _dtype_in(config: Mapping[str, Any], saved: SavedModel) -> torch.dtype | Non
     """Return the dtype that another program's config names; ours says more in the manifest."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     dtype = getattr(torch, name, None) if saved.manifest is None and name else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None

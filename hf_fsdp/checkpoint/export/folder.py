@@ -20,7 +20,7 @@ from hf_fsdp.checkpoint.find import CHECKPOINT
 from hf_fsdp.checkpoint.manifest import MANIFEST_FILE
 from hf_fsdp.errors import CheckpointError, ConfigError, Problem
 from hf_fsdp.storage.direct_file import read_pieces
-from hf_fsdp.storage.files import fsync_folder, write_bytes
+from hf_fsdp.storage.files import files_under, fsync_folder, write_bytes
 from hf_fsdp.storage.safetensors_file import TensorToWrite, read_header, tensor_bytes, write_safetensors
 from hf_fsdp.storage.tensor_source import INDEX_FILE, WEIGHTS_FILE
 from hf_fsdp.units import format_bytes
@@ -29,7 +29,8 @@ from hf_fsdp.units import format_bytes
 SPARE_BYTES = 32 * 1024**2
 _EXPORTED = ("config.json", "adapter_config.json")
 _STAGING = ".hf-fsdp-exporting-"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE | re.ASCII)
+_WEIGHTS = re.compile(r"(.*/)?(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _FIX = "check the disk, and export again"
 
 
@@ -43,7 +44,7 @@ def parse_size(text: str | int) -> int:
     size = 0.0
     if match:
         size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-    if size < 1:
+    if not 1 <= size < 2**63:
         raise ConfigError(f"--max-shard-size {text} is no size", fix="--max-shard-size 5GB")
     return int(size)
 
@@ -55,6 +56,11 @@ def check_output(output: Path, checkpoint: Path, *, force: bool) -> None:
         ConfigError: it is there already and may not be replaced.
     """
     place, source = output.absolute().resolve(), checkpoint.absolute().resolve()
+    if CHECKPOINT.fullmatch(place.name):
+        raise ConfigError(
+            f"-o {output} has the name of a checkpoint, which an exported model is not",
+            fix=f"-o {output.parent / f'{output.name}-exported'}",
+        )
     if source.is_relative_to(place):
         raise ConfigError(f"-o {output} is the checkpoint or a folder above it", fix=f"-o {output.name}-exported")
     if place.is_relative_to(source):
@@ -118,6 +124,7 @@ def new_folder(output: Path) -> Iterator[Path]:
             fsync_folder(Path(folder))
         old = None
         if output.exists() and not _is_empty(output):
+            _refuse_strangers(output, staging)
             old = staging.with_name(f"{staging.name}-replaced")
             os.rename(output, old)
         try:
@@ -131,6 +138,17 @@ def new_folder(output: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _refuse_strangers(output: Path, new: Path) -> None:
+    """Raise when the folder that is replaced holds what no export put there."""
+    known = set(files_under(new))
+    strangers = [name for name in files_under(output) if name not in known and not _WEIGHTS.fullmatch(name)]
+    if strangers:
+        raise ConfigError(
+            f"-o {output} holds {strangers[0]}, which this export does not write and --force would delete",
+            fix="move it away, or -o with the name of a folder that is not there",
+        )
 
 
 def _remove_leftovers(output: Path) -> None:
@@ -150,7 +168,7 @@ def _glob_escape(name: str) -> str:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -57,6 +57,7 @@ def draft_merged(saved: SavedModel, options: ExportOptions) -> ExportDraft:
     config, blueprint = _with_saved_vocabulary(config, blueprint, saved, folder)
     base = BaseWeights(base_folder, blueprint)
     draft.opened.append(base)
+    draft.bases.append(base_folder)
     adapted = _build_adapted(blueprint, saved, folder, place)
     merged = MergedSource(base, saved.source, blueprint, adapted)
     blueprint = _build(config, saved, content)  # the first one carries the adapter now
@@ -101,7 +102,15 @@ def _refuse_kinds(content: Mapping[str, Any]) -> None:
             "file",
             fix=WITH_PEFT,
         )
-    for key in ("target_parameters", "alora_invocation_tokens", "arrow_config", "use_bdlora", "megatron_config"):
+    for key in (
+        "target_parameters",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "use_bdlora",
+        "megatron_config",
+        "layer_replication",
+        "ensure_weight_tying",
+    ):
         if content.get(key):
             raise CheckpointError(f"--merge-lora: {key} of adapter_config.json is not merged here", fix=WITH_PEFT)
 
@@ -126,7 +135,10 @@ def _with_saved_vocabulary(
     config: dict[str, Any], blueprint: Blueprint, saved: SavedModel, folder: str
 ) -> tuple[dict[str, Any], Blueprint]:
     """Return config and model with as many tokens as the adapter's own embeddings have."""
-    embeddings = blueprint.model.get_input_embeddings()
+    try:
+        embeddings = blueprint.model.get_input_embeddings()
+    except NotImplementedError:  # a model of sounds or images has no vocabulary
+        return config, blueprint
     name = next((name for name, module in blueprint.model.named_modules() if module is embeddings), None)
     for inner in ("", ".base_layer"):
         source = saved.adapters[folder].get(f"{PREFIX}{name}{inner}.weight")

@@ -50,17 +50,23 @@ class MergedSource:
     def __init__(self, base: BaseWeights, saved: TensorSource, blueprint: Blueprint, adapted: Adapted):
         self._base, self._saved, self._adapted = base, saved, adapted
         self._replaced: dict[str, str] = {}
+        copies: set[str] = set()  # trained beside the tensor that they are a copy of
         known = {*blueprint.shapes, *(name for names in blueprint.ties.values() for name in names)}
         for live, source in adapted.sources.items():
             name = self._base_name(live)
             if name in known and ".original_module." not in live:
                 self._replaced[name] = source
+                if ".modules_to_save." in live:
+                    copies.add(name)
+        self._originals = self._split_ties(blueprint, copies)
         self._layers = self._find_layers(blueprint)
         # Rows of them are not cheaper than all of them.
         self.whole_only = set(self._layers)
         self.tensors: dict[str, TensorInfo] = dict(base.tensors)
         for name, source in self._replaced.items():
             self.tensors[name] = saved.tensors[source]
+        for name, source in self._originals.items():
+            self.tensors[name] = base.tensors[source]
         if lost := sorted(name for name in self._layers if name not in self.tensors):
             raise CheckpointError(
                 f"--merge-lora: {lost[0]} is stored in {base.folder} in parts that transformers merges when it loads",
@@ -101,6 +107,15 @@ class MergedSource:
             name = name.replace(part, ".")
         return name
 
+    def _split_ties(self, blueprint: Blueprint, copies: set[str]) -> dict[str, str]:
+        """Return name -> base tensor for what stayed as it was while a copy of a tensor it was tied to was trained."""
+        originals = {}
+        for names in blueprint.ties.values():
+            held = next((name for name in names if name in self._base.tensors), None)
+            if held is not None and copies & set(names):
+                originals.update({name: held for name in names if name not in self._replaced})
+        return originals
+
     def _find_layers(self, blueprint: Blueprint) -> dict[str, tuple[str, Any]]:
         """Return name of a base tensor -> path and layer that change it."""
         from peft.tuners.lora import layer as lora
@@ -135,9 +150,10 @@ class MergedSource:
         if name in self._replaced:
             self._saved.read(self._replaced[name], offsets, out)
             return
-        self._base.read(name, offsets, out)
-        if out.dtype == self._base.tensors[name].dtype:
-            self._base.count_bits(name, out, offsets[0] if offsets else 0)
+        held = self._originals.get(name, name)
+        self._base.read(held, offsets, out)
+        if out.dtype == self._base.tensors[held].dtype:
+            self._base.count_bits(held, out, offsets[0] if offsets else 0)
 
     def _merge(self, name: str, out: torch.Tensor) -> None:
         from peft.tuners.lora import layer as lora

@@ -22,21 +22,12 @@ from hf_fsdp.storage.tensor_source import SafetensorsSource, TensorSource
 ADAPTER_CONFIG = "adapter_config.json"
 # Folders of a checkpoint that have nothing to do with the model as others use it.
 _OURS = ("model", "optimizer", "state")
-# Weights (they are written anew), pickles, and what only a run that goes on needs.
-_LEFT_OUT = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.pkl",
-    "*.distcp",
-    ".*",
-    MANIFEST_FILE,
-    TRAINER_STATE_FILE,
-    "audit.json",
-)
+# What configs, tokenizers and a model's own code are kept in; weights are written anew, and a folder may hold anything.
+_DOCUMENTS = (
+    ".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".vocab", ".bpe", ".codes", ".spm", ".merges"
+)  # fmt: skip
+# Of no use but to a run that goes on.
+_LEFT_OUT = ("*.index.json", MANIFEST_FILE, TRAINER_STATE_FILE, "audit.json")
 
 
 @dataclass(frozen=True)
@@ -171,6 +162,7 @@ def document_names(names: list[str]) -> tuple[str, ...]:
         parts = PurePosixPath(name).parts
         if parts[0] in (*_OURS, "optimizer_0", "pytorch_model_fsdp_0") or any(part.startswith(".") for part in parts):
             continue
-        if not any(fnmatch.fnmatchcase(parts[-1], pattern) for pattern in _LEFT_OUT):
+        is_left_out = any(fnmatch.fnmatchcase(parts[-1], pattern) for pattern in _LEFT_OUT)
+        if parts[-1].endswith(_DOCUMENTS) and not is_left_out:
             kept.append(name)
     return tuple(kept)

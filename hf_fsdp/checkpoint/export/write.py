@@ -6,6 +6,7 @@ Nothing is exported that was not checked: the checkpoint's structure and hashes,
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from hf_fsdp.checkpoint.manifest import dtype_name
 from hf_fsdp.checkpoint.verify import ADAPTER_FILE, check_hashes
 from hf_fsdp.errors import CheckpointError, ConfigError, Problem
 from hf_fsdp.sharding.adapters import DEFAULT_FOLDER
-from hf_fsdp.storage.files import write_bytes
+from hf_fsdp.storage.files import open_to_read, write_bytes
 from hf_fsdp.storage.tensor_source import TensorSource
 
 
@@ -96,13 +97,17 @@ def export_checkpoint(
         with reading:
             draft = _draft(saved, options)
             sources += draft.opened
+            for base in draft.bases:
+                check_output(output, base, force=options.force)
             if not draft.tensors:
                 raise CheckpointError(f"{saved.folder} holds no tensor to export", fix="take another checkpoint")
             check_room(output, draft.num_bytes + sum(path.stat().st_size for path in draft.copies.values()))
             files = _write(draft, output, max_bytes, reading, on_bytes)
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise CheckpointError(
-            f"the export to {output} failed: {error.strerror or error}", fix="free space or choose another -o"
+            f"the export to {output} failed: {error.filename or ''} {error.strerror or error}",
+            fix="free space or choose another -o" if is_full else "another -o, that this user may write",
         ) from error
     finally:
         for source in sources:
@@ -153,7 +158,8 @@ def _write(
         with new_folder(output) as folder:
             for name, path in draft.copies.items():
                 if name not in draft.texts:
-                    write_bytes(folder / name, path.read_bytes())
+                    with open_to_read(path) as stream:
+                        write_bytes(folder / name, stream.read())
             for name, data in draft.texts.items():
                 write_bytes(folder / name, data)
             for written in _write_weights(folder, draft, max_bytes, count):

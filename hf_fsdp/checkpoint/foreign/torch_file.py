@@ -18,9 +18,12 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hf_fsdp.checkpoint.foreign.storage_sizes import find_short_storage
 from hf_fsdp.errors import CheckpointError
-from hf_fsdp.storage.files import DAMAGED_FIX
+from hf_fsdp.storage.files import DAMAGED_FIX, open_to_read
 
+# About 150 bytes a tensor.
+MAX_PICKLE_BYTES = 32 * 1024**2
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
@@ -35,7 +38,7 @@ def load_torch_file(path: Path, *, allowed: Sequence[Any] = ()) -> Any:
         CheckpointError: it asks for anything else (named, and not run), is damaged, or is older than torch 1.6.
     """
     try:
-        with open(path, "rb") as stream:
+        with open_to_read(path) as stream:
             check_archive(stream, str(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", fix=DAMAGED_FIX) from error
@@ -52,14 +55,14 @@ def load_torch_range(path: Path, begin: int, end: int, *, map_location: str = "c
         CheckpointError: as `load_torch_file`.
     """
     what = f"the value at byte {begin} of {path}"
-    with open(path, "rb") as stream, FileRange(stream, begin, end) as part:
+    with open_to_read(path) as stream, FileRange(stream, begin, end) as part:
         check_archive(part, what)
         return _load(part, what, map_location=map_location)
 
 
 def find_tensor_bytes(path: Path, begin: int, end: int) -> tuple[int, int] | None:
     """Return where in a file the bytes of the only tensor lie that ``begin:end`` holds, or None when it has several."""
-    with open(path, "rb") as stream, FileRange(stream, begin, end) as part:
+    with open_to_read(path) as stream, FileRange(stream, begin, end) as part:
         archive = check_archive(part, f"the value at byte {begin} of {path}")
         records = [item for item in archive if "/data/" in item.filename]
         if len(records) != 1:
@@ -108,10 +111,16 @@ def _check_order_of_bytes(archive: zipfile.ZipFile, records: Sequence[zipfile.Zi
 
 
 def _check_pickle(archive: zipfile.ZipFile, records: Sequence[zipfile.ZipInfo], what: str) -> None:
-    """`bytearray(n)` is the one call that `weights_only` allows and that can ask for any amount of memory."""
+    """Refuse what `weights_only` lets through: `bytearray(n)`, which takes any amount of memory, and a storage that is
+    said to be larger than its record."""
     for item in records:  # torch finds records whatever the case of their names
-        if item.filename.lower().endswith("data.pkl") and b"\nbytearray\n" in archive.read(item):
-            raise _hostile(what, "asks for builtins.bytearray")
+        if item.filename.lower().endswith("data.pkl"):
+            if item.file_size > MAX_PICKLE_BYTES:
+                raise _damaged(what, f"its list of tensors has {item.file_size} bytes")
+            if b"\nbytearray\n" in (data := archive.read(item)):
+                raise _hostile(what, "asks for builtins.bytearray")
+            if problem := find_short_storage(data, {record.filename: record.file_size for record in records}):
+                raise _damaged(what, problem)
 
 
 def _load(file: Any, what: str, **options: Any) -> Any:

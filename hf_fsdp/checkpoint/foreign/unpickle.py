@@ -9,6 +9,7 @@ too: nine bytes of a file can make it ask for 64 GiB.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 
 from hf_fsdp.errors import CheckpointError
-from hf_fsdp.storage.files import DAMAGED_FIX
+from hf_fsdp.storage.files import DAMAGED_FIX, open_to_read
 from hf_fsdp.storage.safetensors_file import MAX_DIMS
 
-# DCP describes a chunk in about 300 bytes: this is enough for 1,000 tensors on 3,000 ranks.
-MAX_PICKLE_BYTES = 1024**3
+# DCP describes a chunk in about 300 bytes: this is enough for 3,000 tensors on 256 ranks.
+MAX_PICKLE_BYTES = 256 * 1024**2
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
@@ -89,15 +90,17 @@ def load_dcp_pickle(path: Path) -> Record:
             not run), is damaged, or is too large.
     """
     try:
-        if path.stat().st_size > MAX_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, too many for DCP's metadata", fix=DAMAGED_FIX
-            )
-        data = path.read_bytes()
+        with open_to_read(path) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > MAX_PICKLE_BYTES:
+                raise CheckpointError(f"{path} has {size} bytes, too many for DCP's metadata", fix=DAMAGED_FIX)
+            data = stream.read()
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing: torch DCP writes it last, so this save was cut off", fix=DAMAGED_FIX
         ) from error
+    # A chunk's 300 bytes make about ten of them; nothing but them would take 80 times the file's size in memory.
+    if 4 * sum(data.count(instruction) for instruction in (b"]", b"}", b")", b"(")) > len(data) + 4096:
+        raise CheckpointError(f"{path} holds more containers than DCP's metadata can have", fix=DAMAGED_FIX)
     try:
         record = _DcpUnpickler(io.BytesIO(data)).load()
     except _RefusedError as refused:
