@@ -14,7 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp.checkpoint.background import BackgroundSave
 from hf_fsdp.checkpoint.commit import Rotation
-from hf_fsdp.checkpoint.find import checkpoint_folder, find_checkpoints
+from hf_fsdp.checkpoint.find import CHECKPOINT, checkpoint_folder, find_checkpoints
 from hf_fsdp.checkpoint.manifest import MODEL_ONLY
 from hf_fsdp.checkpoint.optimizer_state import read_optimizer_state
 from hf_fsdp.checkpoint.save import SaveRequest, begin_save
@@ -100,12 +100,15 @@ class Checkpoints:
         """Keep Trainer's record of the best checkpoint: the best of those that are there, the one that is saved too."""
         state, strategy = trainer.state, trainer.args.save_strategy
         if strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
-            found = find_checkpoints(output_dir) if rank() == 0 else []
-            there = agree_all([item.step for item in found if item.is_committed])[0]
-            best = choose_best(trainer, [*there, state.global_step])
+            action = f"save checkpoint-{state.global_step}"
+            best = agree_all(agreed(action, lambda: self._choose_best(trainer, output_dir) if rank() == 0 else None))[0]
             if best is not None:
                 state.best_model_checkpoint = str(checkpoint_folder(output_dir, best))
         return Path(state.best_model_checkpoint) if state.best_model_checkpoint is not None else None
+
+    def _choose_best(self, trainer: Trainer, output_dir: Path) -> int | None:
+        found = [item for item in find_checkpoints(output_dir) if item.problem is None]
+        return choose_best(trainer, {item.step: item.path for item in found if CHECKPOINT.fullmatch(item.path.name)})
 
     def _committed(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:

@@ -197,6 +197,8 @@ class Resume:
         self._say(*lines, *compare_base(trainer.model, opened.manifest), *_changed_precision(trainer, opened))
         self._batch = _batch_to_rebuild(opened, trainer.args)
         await_batch(self._batch)
+        if getattr(trainer.args, "sync_ref_model", False):
+            self._say("resume: sync_ref_model: checkpoints hold no reference model, so it starts from ref_model again")
         if opened.foreign is not None:
             self._say(f"resume: {folder.name} is one of {opened.foreign.kind}, so nothing says whether it is whole")
             self._say(*(f"resume: {folder.name} lacks {line}" for line in opened.foreign.missing))

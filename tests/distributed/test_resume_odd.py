@@ -109,6 +109,7 @@ def test_auto_goes_on_where_there_is_something_and_words_are_understood(outcomes
 def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(outcomes: dict[str, Outcome]) -> None:
     for rank in outcomes["best_of_saved"].get():
         assert (rank["second"]["best"], rank["second"]["left"]) == ("checkpoint-4", ["checkpoint-4"])
+        assert rank["others"]["best"] == "checkpoint-4" and "checkpoint-3" in rank["others"]["left"]
     found = outcomes["best_of_saved"].get()[0]
     assert (
         "best model: loaded from checkpoint-4 (score 6.0); step 1 was better, 9.0, and has no checkpoint"
