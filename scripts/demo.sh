@@ -11,7 +11,7 @@ venv=${HF_FSDP_VENV:-.venv}
 [[ -f $venv/hf-fsdp-stamp ]] || cat <<'TEXT'
 The first run downloads about 170 MB of Python packages, torch (190 MB as a CPU build; the default on Linux is a CUDA
 build of 2 to 3 GB; a torch that is there is kept) and a language model of 93 MB. Later runs download nothing.
-All of it takes about 10 minutes on two idle cores (estimated), longer beside other jobs; installing prints little.
+All of it takes about 5 minutes on two idle cores after the installation, longer beside other jobs; installing prints little.
 TEXT
 setup_venv "$venv" "${HF_FSDP_CONSTRAINTS:-constraints/tested.txt}" yes
 "$VENV_PYTHON" scripts/demo/run.py "$@"
