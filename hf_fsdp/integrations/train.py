@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import Trainer
 
+from hf_fsdp.errors import IntegrationError
 from hf_fsdp.integrations.accelerate import replace_method
 from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
 from hf_fsdp.integrations.data_draws import nothing_watched_after
@@ -34,7 +36,7 @@ def _train(
     An evaluation that would run out of memory is found out before the first step.
     """
     checkpoints = checkpoints_of(trainer)
-    with nothing_watched_after(), contextlib.ExitStack() as stack:
+    with _lost_process_explained(trainer), nothing_watched_after(), contextlib.ExitStack() as stack:
         if (preemption := preemption_of(trainer)) is not None:
             stack.enter_context(preemption.watching(trainer))
         if is_ours(trainer) and str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":
@@ -43,3 +45,22 @@ def _train(
         if checkpoints is None:
             return original(resume_from_checkpoint, *args, **kwargs)
         return original(checkpoints.resume.resolve(trainer, resume_from_checkpoint), *args, **kwargs)
+
+
+# What gloo and NCCL say in a collective when a process at its other end is gone.
+_IS_GONE = re.compile(r"connection (closed|reset) by peer|remote process exited|broken pipe", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _lost_process_explained(trainer: Trainer) -> Iterator[None]:
+    """Say what it means when a collective of a training fails: its own error names a socket and an address."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _IS_GONE.search(str(error)):
+            raise
+        raise IntegrationError(
+            f"another process of the run ended, so this one cannot go on after step {trainer.state.global_step}",
+            fix="look at the output of the process that ended first; "
+            'resume_from_checkpoint="auto" goes on from the newest committed checkpoint',
+        ) from error

