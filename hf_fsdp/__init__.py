@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_fsdp.integrations.metrics import MetricsCallback
     from hf_fsdp.integrations.plain_loop import build_accelerator
     from hf_fsdp.integrations.samples import SamplesCallback
+    from hf_fsdp.policies.model_parts import set_trainable
     from hf_fsdp.sharding.apply import apply_fsdp
     from hf_fsdp.sharding.audit import audit_sharding
 
@@ -28,6 +29,7 @@ __all__ = [
     "audit_sharding",
     "build_accelerator",
     "load_sharded",
+    "set_trainable",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "SamplesCallback": "hf_fsdp.integrations.samples",
     "build_accelerator": "hf_fsdp.integrations.plain_loop",
     "load_sharded": "hf_fsdp.checkpoint.start",
+    "set_trainable": "hf_fsdp.policies.model_parts",
     "apply_fsdp": "hf_fsdp.sharding.apply",
     "audit_sharding": "hf_fsdp.sharding.audit",
 }

@@ -37,13 +37,14 @@ def find_towers(model: nn.Module, blocks: Iterable[str]) -> dict[str, tuple[str,
     return {tower: tuple(names) for tower, names in towers.items()}
 
 
+def tower_of(word: str) -> str | None:
+    """Return the tower that one part of a module path names, or None."""
+    return next((tower for tower, pattern in _TOWER_PARTS.items() if pattern.search(word.lower())), None)
+
+
 def _tower_of(block: str) -> str | None:
     """The outermost part of the path that names a tower decides: CLIP's vision tower holds a `vision_model` too."""
-    for part in block.split("."):
-        for tower, pattern in _TOWER_PARTS.items():
-            if pattern.search(part.lower()):
-                return tower
-    return None
+    return next((tower for word in block.split(".") if (tower := tower_of(word)) is not None), None)
 
 
 def _kind_of(model: nn.Module) -> str:

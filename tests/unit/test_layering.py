@@ -25,6 +25,7 @@ EXPORTS = {
     "apply_fsdp": "hf_fsdp.sharding.apply",
     "build_accelerator": "hf_fsdp.integrations.plain_loop",
     "load_sharded": "hf_fsdp.checkpoint.start",
+    "set_trainable": "hf_fsdp.policies.model_parts",
 }
 PUBLIC_FOR_RECIPES = frozenset({"hf_fsdp", "hf_fsdp.data"})
 
