@@ -57,7 +57,8 @@ def _lost_process_explained(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _IS_GONE.search(str(error)):
+        is_distributed = trainer.args.world_size > 1 and checkpoints_of(trainer) is not None
+        if not is_distributed or not _IS_GONE.search(str(error)):
             raise
         raise IntegrationError(
             f"another process of the run ended, so this one cannot go on after step {trainer.state.global_step}",

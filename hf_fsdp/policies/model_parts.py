@@ -2,8 +2,8 @@
 
 The parts are those that papers freeze and train: the vision (or audio) tower, the projector between it and the
 language model, and the language model with its embeddings and head. They are found by the names that transformers and
-its remote-code models use, so a new family needs no entry here; what is found is shown by `describe_parts` and tested
-for every family that the recipes name.
+its remote-code models use, so a new family needs no entry here; it is tested for every family that the recipes
+name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROJECTOR = re.compile(
     r"projector|(language|text|vision|visual|image|modality)_projection|connector|(^|_)merger(_|$)|aligner|resampler"
     r"|perceiver|abstractor|q_?former|query_tokens|^mlp1$|^mm_|multi_?modal|image_newline|view_sep|embed_(vision|audio)"
 )
-# What other tools say -> the part that it freezes (true) or trains (false).
+# What other tools say -> the part that they freeze.
 OTHER_NAMES: Mapping[str, str] = {
     "freeze_vision_tower": VISION,
     "freeze_vit": VISION,
@@ -105,18 +105,6 @@ def set_trainable(model: nn.Module, parts: Sequence[str]) -> ModelParts:
             if named[name].is_floating_point():
                 named[name].requires_grad_(part in wanted)
     return found
-
-
-def describe_parts(model: nn.Module, found: ModelParts) -> list[str]:
-    """Return a line a part: its tensors, its parameters, and how many of them are trained."""
-    named = dict(model.named_parameters())
-    lines = []
-    for part, names in found.names.items():
-        total = sum(named[name].numel() for name in names)
-        trained = sum(named[name].numel() for name in names if named[name].requires_grad)
-        word = "frozen" if not trained else "trained" if trained == total else f"{100 * trained / total:.2g} % trained"
-        lines.append(f"{part}: {len(names)} tensors, {total:,} parameters, {word}")
-    return lines
 
 
 def _part_by_name(name: str) -> str:

@@ -1,7 +1,8 @@
 """Large files past the page cache: written and read once, they would only push out what training reads again.
 
 Where the cache's pages are dear, as in virtual machines, it is also faster by far: 2 GiB took 1.9 s to write and 5.2 s
-through the cache, synced, and 1.3 s against 13.5 s to read (2 cores, ext4 on a virtual disk, 2026-11-30).
+through the cache, synced, and 1.3 s against 13.5 s to read (measured once, among other jobs: 2 cores, ext4 on a virtual
+disk, 2026-11-30).
 
 Direct reads and writes take place, size and memory in whole blocks; file systems without them (tmpfs before Linux 6.6,
 some network ones) get ordinary calls instead.

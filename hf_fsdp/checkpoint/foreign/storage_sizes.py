@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+
+from hf_fsdp.checkpoint.foreign.unpickle import UNREADABLE
 
 
 def find_short_storage(data: bytes, sizes: Mapping[str, int]) -> str | None:
@@ -25,25 +26,13 @@ def find_short_storage(data: bytes, sizes: Mapping[str, int]) -> str | None:
     scan = _StorageScan(io.BytesIO(data))
     try:
         scan.load()
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         return f"its list of tensors cannot be read ({type(error).__name__}: {error})"
+    held_by_key = {name.rpartition("/data/")[2]: size for name, size in sizes.items()}
     for key, wanted in scan.num_bytes.items():
-        held = next((size for name, size in sizes.items() if name.endswith(f"/data/{key}")), 0)
-        if held < wanted:
+        if (held := held_by_key.get(key, 0)) < wanted:
             return f"its record data/{key} has {held} bytes, and {wanted} are described"
     return None
-
-
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    struct.error,
-)
 
 
 class _Nothing:

@@ -108,7 +108,7 @@ def load_dcp_pickle(path: Path) -> Record:
             f"{path} {refused}, which is no part of DCP's metadata; nothing of it was run",
             fix="use a copy of the folder from a source that you trust",
         ) from refused
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"{path} is cut off or damaged: it cannot be read as DCP's metadata ({type(error).__name__}: {error})",
             fix=DAMAGED_FIX,
@@ -216,7 +216,7 @@ _BUILDERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 }
 
 # What a damaged pickle makes the unpickler stumble over.
-_UNREADABLE = (
+UNREADABLE = (
     pickle.UnpicklingError,
     EOFError,
     ValueError,
