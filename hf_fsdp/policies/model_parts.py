@@ -125,7 +125,7 @@ def _embeddings_and_head(model: Any) -> set[int]:
     for get in ("get_input_embeddings", "get_output_embeddings"):
         try:
             module = getattr(model, get)()
-        except (AttributeError, NotImplementedError):
+        except (AttributeError, NotImplementedError):  # a plain module, or a model without a vocabulary
             continue
         if isinstance(module, nn.Module):
             found.update(id(parameter) for parameter in module.parameters())

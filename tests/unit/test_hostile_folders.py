@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hf_fsdp.checkpoint.export.saved_model import document_names
 from hf_fsdp.checkpoint.foreign.torch_file import load_torch_file
 from hf_fsdp.checkpoint.foreign.unpickle import load_dcp_pickle
 from hf_fsdp.checkpoint.manifest import Manifest, _checksum
+from hf_fsdp.checkpoint.verify import verify_checkpoint
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.storage.files import hash_file, open_to_read, read_json
 from hf_fsdp.storage.safetensors_file import read_header
@@ -204,3 +208,19 @@ def test_an_export_is_not_named_like_a_checkpoint(run: Path) -> None:
 def test_sizes_that_are_none_are_refused(size: str, run: Path, tmp_path: Path) -> None:
     result = call("export", run, "-o", tmp_path / "out", "--max-shard-size", size, code=2)
     assert "is no size" in result.stderr
+
+
+def test_verifying_stops_at_once_when_it_is_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_fsdp.storage.files.PIECE_BYTES", 64)
+    folder = run / "checkpoint-2"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            verify_checkpoint(folder, on_bytes=lambda num_bytes: time.sleep(0.02))  # seconds, if it went on to the end
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < 1.5

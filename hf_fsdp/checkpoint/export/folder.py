@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,6 @@ def new_folder(output: Path) -> Iterator[Path]:
             fsync_folder(Path(folder))
         old = None
         if output.exists() and not _is_empty(output):
-            _refuse_strangers(output, staging)
             old = staging.with_name(f"{staging.name}-replaced")
             os.rename(output, old)
         try:
@@ -140,10 +139,14 @@ def new_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _refuse_strangers(output: Path, new: Path) -> None:
-    """Raise when the folder that is replaced holds what no export put there."""
-    known = set(files_under(new))
-    strangers = [name for name in files_under(output) if name not in known and not _WEIGHTS.fullmatch(name)]
+def check_replaced(output: Path, new: Container[str]) -> None:
+    """Refuse, before a byte is written, to replace a folder that holds what no export put there.
+
+    Args:
+        output: the place; it may not exist.
+        new: the files beside the weights that this export writes.
+    """
+    strangers = [name for name in files_under(output) if name not in new and not _WEIGHTS.fullmatch(name)]
     if strangers:
         raise ConfigError(
             f"-o {output} holds {strangers[0]}, which this export does not write and --force would delete",

@@ -17,6 +17,7 @@ from hf_fsdp.checkpoint.export.draft import ADAPTER, ExportDraft, ExportOptions,
 from hf_fsdp.checkpoint.export.folder import (
     WrittenWeights,
     check_output,
+    check_replaced,
     check_room,
     new_folder,
     parse_size,
@@ -99,6 +100,7 @@ def export_checkpoint(
             sources += draft.opened
             for base in draft.bases:
                 check_output(output, base, force=options.force)
+            check_replaced(output, {*draft.copies, *draft.texts})
             if not draft.tensors:
                 raise CheckpointError(f"{saved.folder} holds no tensor to export", fix="take another checkpoint")
             check_room(output, draft.num_bytes + sum(path.stat().st_size for path in draft.copies.values()))
