@@ -192,13 +192,15 @@ class Pushes:
 
     def report(self, is_last: bool = True) -> None:
         """Say which pushes have failed since the last time, with the way to repair it where no later one follows."""
+        newest = self.running[-1:]
         done = [(push, job) for push, job in self.running if job.done()]
         self.running = [entry for entry in self.running if entry not in done]
         for push, job in done:
             if job.cancelled() or (error := job.exception()) is None:
                 continue
             problem = error.problems[0] if isinstance(error, HfFsdpError) else error
-            text = problem if is_last or not isinstance(problem, Problem) else problem.message
+            is_superseded = not is_last or (push, job) not in newest
+            text = problem.message if is_superseded and isinstance(problem, Problem) else problem
             print_once([f"warning: training goes on, but could not push to {push.target.repo_id}: {text}"])
 
 
