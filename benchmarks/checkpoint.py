@@ -9,7 +9,9 @@ for FULL and SHARDED state dicts; only the sharding on CPUs is ours, which stock
 
 - save: from the call to its return on the last rank. Ours is on the disk then, hashed, and a sample of it was read
   back. Stock syncs its DCP files and nothing else, so its time until `fsync` of all its files is shown too.
-- stall: how long a save with `async_save` holds training. What writing takes from the same cores is not in it.
+- stall: how long a save with `async_save` holds training: the call, and what the optimizer's next step waits until its
+  weights are copied. Copying and writing share the cores with the forward and backward between the two (of one row of
+  tokens, here): its time beside them and alone is shown.
 - resume: weights, optimizer and schedule; the page cache was emptied of the files before. Ours hashes every byte first.
 - memory: the most anonymous memory above what the process had before, of the rank and round with most.
 """
@@ -161,11 +163,28 @@ def _stall(trainer: Any, folder: Path, step: int) -> dict[str, float]:
     output_dir = folder / "ours-async"
     _use(trainer, output_dir, step, "sharded", async_save=True)
     checkpoints: Any = checkpoints_of(trainer)
-    stall, memory = _timed(lambda: trainer._save_checkpoint(trainer.model, None))
-    rest, more = _timed(checkpoints.finish)
+    alone, _ = _timed(lambda: _forward_and_backward(trainer))
+    call, memory = _timed(lambda: trainer._save_checkpoint(trainer.model, None))
+    beside, _ = _timed(lambda: _forward_and_backward(trainer))
+    wait, _ = _timed(checkpoints.let_weights_change)
+    rest, most = _timed(checkpoints.finish)
     assert (output_dir / f"checkpoint-{step}" / "manifest.json").exists()
     _remove(output_dir)
-    return {"stall": stall, "until committed": stall + rest, "save memory": max(memory, more)}
+    trainer.optimizer.zero_grad()
+    return {
+        "stall": call + wait,
+        "call": call,
+        "alone": alone,
+        "beside": beside,
+        "until committed": call + beside + wait + rest,
+        "save memory": max(memory, most),
+    }
+
+
+def _forward_and_backward(trainer: Any) -> None:
+    """What lies between a save and the next step of the optimizer, of which more tokens would make more."""
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    trainer.model(input_ids=tokens, labels=tokens).loss.backward()
 
 
 def _use(trainer: Any, output_dir: Path, step: int, format: str, async_save: bool = False) -> None:
@@ -334,7 +353,9 @@ def write_page(found: dict[str, Any], options: dict[str, Any], remark: str) -> s
         f"With `async_save` a save holds training for {stall:.2f} s, {100 * stall / whole:.0f} % of the synchronous "
         f"{whole:.2f} s (bar: {100 * STALL_BAR:.0f} %), and is committed after "
         f"{median('ours async', 'until committed'):.2f} s; "
-        f"it adds {most('ours async', 'save memory') / 2**30:.2f} GiB.",
+        f"it adds {most('ours async', 'save memory') / 2**30:.2f} GiB. The forward and backward that follow it take "
+        f"{median('ours async', 'beside'):.2f} s beside the copy and the writing, and "
+        f"{median('ours async', 'alone'):.2f} s alone.",
         "",
         "| every round, s | save | until it is on the disk | resume |",
         "|---|---|---|---|",

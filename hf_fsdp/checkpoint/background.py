@@ -1,16 +1,19 @@
-"""One save behind training: written, verified and committed in a thread, on a process group of its own."""
+"""One save behind training: copied, written, verified and committed in a thread, on a process group of its own."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 
-import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from hf_fsdp.checkpoint.staged import SavedCheckpoint, StagedSave
+from hf_fsdp.checkpoint.host_copy import HostCopy, HostMemory
+from hf_fsdp.checkpoint.staged import SavedCheckpoint, StagedSave, cleaned_up
 from hf_fsdp.checkpoint.write import finish_save
 from hf_fsdp.sharding.eventual import EventualFlag
 from hf_fsdp.sharding.mesh import background_group, world_size
+from hf_fsdp.sharding.outcome import agreed
 
 # A process that ends by an error gives a save that is in flight this long: the others write their parts of it too.
 EXIT_SECONDS = 30.0
@@ -29,21 +32,27 @@ class BackgroundSave:
         self._saved: SavedCheckpoint | None = None
         self._error: BaseException | None = None
         self._flag = EventualFlag()
-        self.buffers: dict[str, torch.Tensor] = {}
-        """Host memory that saves are copied into, kept from one to the next."""
+        self._copy: HostCopy | None = None
+        self._hook: RemovableHandle | None = None
+        self._memory: HostMemory = {}  # that saves are copied into, kept from one to the next
 
     @property
     def is_in_flight(self) -> bool:
         return self._thread is not None
 
     def start(self, staged: StagedSave) -> None:
-        """Write `staged` behind training. The one before must have ended: see `wait`."""
+        """Copy and write `staged` behind training. The one before must have ended: see `wait`."""
         assert self._thread is None
         group = background_group() if world_size() > 1 else None
         self._saved = self._error = None
+        with cleaned_up(staged):
+            copy = agreed(staged.action, lambda: HostCopy(staged, self._memory))
+        self._copy, self._hook = copy, register_optimizer_step_pre_hook(lambda *_: self.let_weights_change())
 
         def run() -> None:
             try:
+                with cleaned_up(staged):
+                    agreed(staged.action, copy.run, group)
                 self._saved = finish_save(staged, group)
             except BaseException as error:
                 self._error = error
@@ -52,6 +61,13 @@ class BackgroundSave:
         self._thread = threading.Thread(target=run, name="hf-fsdp-save", daemon=True)
         _wait_at_exit(self._thread)
         self._thread.start()
+
+    def let_weights_change(self) -> None:
+        """Wait until this rank's weights are copied; not collective. Every optimizer waits by itself."""
+        if self._copy is not None and self._hook is not None:
+            self._copy.wait()
+            self._hook.remove()
+            self._copy = self._hook = None
 
     def poll(self) -> SavedCheckpoint | None:
         """Return the save once all ranks know that it is committed, or None; raises what it failed with.
@@ -74,6 +90,7 @@ class BackgroundSave:
         if self._flag.is_in_flight:
             self._flag.read()
         self._thread.join()
+        self.let_weights_change()
         self._thread = None
         saved, error = self._saved, self._error
         self._saved = self._error = None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -85,13 +86,11 @@ def save_checkpoint(request: SaveRequest) -> SavedCheckpoint:
 # -- collected in the main thread --------------------------------------------------------------------------------------
 
 
-def begin_save(request: SaveRequest, copy_into: dict[str, torch.Tensor] | None = None) -> StagedSave:
+def begin_save(request: SaveRequest) -> StagedSave:
     """Enter on all ranks, make room, and collect what is to be written; collective.
 
     Args:
         request: the same on all ranks but for `documents` and what belongs to this rank in the model.
-        copy_into: copy every tensor into host memory, so that training can go on while they are written. The memory
-            stays here for the next save, when the one before has ended: fresh memory would take three times as long.
 
     Raises:
         CheckpointError: on all ranks alike; nothing was written but a staging folder, which is removed.
@@ -150,12 +149,14 @@ def begin_save(request: SaveRequest, copy_into: dict[str, torch.Tensor] | None =
         began=began,
         attempt=attempt,
         lines=lines,
+        live={
+            **{name: tensor for name, tensor in model_state.tensors.items() if isinstance(tensor, nn.Parameter)},
+            **(optimizer_state.tensors if optimizer_state else {}),
+        },
     )
     make_room(staged)
     with cleaned_up(staged):
         agreed(action, lambda: _write_extras(request, staged) if rank() == 0 else None)
-        if copy_into is not None:
-            agreed(action, lambda: _copy_tensors(staged, copy_into))
     return staged
 
 
@@ -234,31 +235,3 @@ def _whole_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorToWrite, 
 
 def _to_write(name: str, value: torch.Tensor) -> TensorToWrite:
     return TensorToWrite(name, value.dtype, tuple(value.shape), lambda: value)
-
-
-def _copy_tensors(staged: StagedSave, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy what will be written into host memory of its own: `buffers`, as far as they fit."""
-    used: dict[str, torch.Tensor] = {}
-    for index, file in enumerate(staged.files):
-        copies = []
-        for tensor in file.tensors:
-            value = tensor.read()
-            key, host = f"{file.name}:{tensor.name}", buffers.get(f"{file.name}:{tensor.name}")
-            if host is None or host.shape != value.shape or host.dtype != value.dtype:
-                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
-            used[key] = host
-            host.copy_(value, non_blocking=True)
-            copies.append(
-                TensorToWrite(
-                    tensor.name, tensor.dtype, tensor.shape, _returning(host), tensor.offsets, tensor.whole_shape
-                )
-            )
-        staged.files[index] = SafetensorsFile(file.name, tuple(copies))
-    buffers.clear()
-    buffers.update(used)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def _returning(value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: value

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from hf_fsdp.checkpoint.commit import Rotation
 from hf_fsdp.checkpoint.find import staging_folder
 from hf_fsdp.checkpoint.manifest import Manifest
@@ -41,6 +43,8 @@ class StagedSave:
     attempt: str
     lines: tuple[str, ...] = ()
     extras: dict[str, FileRecord] = field(default_factory=dict)
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters and the optimizer's state, by their names in the files: only a step of the optimizer changes them."""
 
     @property
     def folder(self) -> Path:

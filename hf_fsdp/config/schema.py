@@ -146,7 +146,8 @@ class CheckpointConfig:
         format: ``sharded``: every process writes its own part, in parallel, so no process needs room for more.
             ``full``: rank 0 writes whole tensors, in files that ``from_pretrained`` reads as they are; it needs host
             memory for the model, and the others wait. Adapters are small and are always written whole.
-        async_save: copy the shards to host memory and write them behind training; needs that memory once more.
+        async_save: copy the shards to host memory beside the next forward and backward, and write them behind training;
+            needs that memory once more.
         optimizer: ``saved``: resuming without the optimizer's state is an error; ``fresh``: it is not loaded.
         grace_seconds: how long a process may go on after a signal that ends it; ``auto``: as long as the launcher
             waits (torchrun kills after 30 s, unless told otherwise). A save that does not fit leaves the optimizer out.

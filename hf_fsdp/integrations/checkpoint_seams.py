@@ -91,6 +91,7 @@ def _load_from_checkpoint(
 ) -> None:
     if (checkpoints := checkpoints_of(trainer)) is None:
         return original(resume_from_checkpoint, model)
+    checkpoints.let_weights_change()
     checkpoints.resume.load_model(trainer, Path(resume_from_checkpoint))
 
 

@@ -85,8 +85,7 @@ class Checkpoints:
                 write_extras=lambda folder: write_model_files(trainer, folder),
                 format=self.config.format,
                 keep=Rotation(args.save_total_limit, best),
-            ),
-            copy_into=self._background.buffers if self.config.async_save else None,
+            )
         )
         if self.config.async_save:
             self._after_commit = after_commit
@@ -126,6 +125,10 @@ class Checkpoints:
         """Look at the save behind training, at every step; raises what it failed with, at one step on all ranks."""
         if (saved := self._background.poll()) is not None:
             self._behind_training_ended(saved)
+
+    def let_weights_change(self) -> None:
+        """Wait until the save behind training, if any, has copied this rank's weights; not collective."""
+        self._background.let_weights_change()
 
     def finish(self) -> None:
         """Wait for the save behind training, if any; collective."""

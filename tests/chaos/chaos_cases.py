@@ -7,28 +7,27 @@ import errno
 import functools
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from transformers import TrainerCallback
-
-from hf_fsdp.checkpoint import background, commit, room, write
+from hf_fsdp.checkpoint import commit, room, write
 from hf_fsdp.checkpoint.save import SaveRequest, begin_save
 from hf_fsdp.checkpoint.write import finish_save
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
 from hf_fsdp.sharding import mesh, outcome
 from hf_fsdp.sharding.mesh import agree_all
+from tests.chaos import async_cases
 from tests.chaos.calls import Calls, in_order
 from tests.chaos.lives import build_trainer, state_hash
 from tests.chaos.mounted import READ_ONLY, SMALL_DISK
 from tests.chaos.order import order_problems
 from tests.chaos.saving import (
+    failing,
     fingerprint,
     finish,
     names,
@@ -36,6 +35,7 @@ from tests.chaos.saving import (
     refused,
     save,
     shared_folder,
+    slow,
     trained,
 )
 
@@ -123,20 +123,6 @@ def faults(rank: int, world_size: int) -> dict[str, Any]:
             save(trainer, 2)
             results[f"then, {format}"] = {"names": names(folder / format)}
     return results
-
-
-@contextlib.contextmanager
-def failing(root: Path, rank: int, on_rank: int, operation: str, part: str, code: int) -> Iterator[list[str]]:
-    """Let one call of one rank fail; yields the list of paths where it did."""
-    hits: list[str] = []
-
-    def before(done: str, path: str) -> None:
-        if rank == on_rank and done == operation and part in path and not hits:
-            hits.append(path)
-            raise OSError(code, os.strerror(code), path)
-
-    with Calls(root, rank, before):
-        yield hits
 
 
 def read_only(rank: int, world_size: int) -> dict[str, Any]:
@@ -411,89 +397,6 @@ def order_without_a_sync(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-# -- behind training ---------------------------------------------------------------------------------------------------
-
-
-class Watch(TrainerCallback):
-    """Notes at every step how many saves are in flight, and may raise."""
-
-    def __init__(self, fail_after: int | None = None):
-        self.in_flight: list[int] = []
-        self._fail_after = fail_after
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        threads = [thread for thread in threading.enumerate() if thread.name == "hf-fsdp-save"]
-        self.in_flight.append(len(threads))
-        if state.global_step == self._fail_after:
-            raise KeyError("the script's own error")
-
-
-def slow(seconds: float, part: str) -> Callable[[str, str], None]:
-    def before(operation: str, path: str) -> None:
-        if operation == "fsync" and part in path:
-            time.sleep(seconds)
-
-    return before
-
-
-def async_failure(rank: int, world_size: int) -> dict[str, Any]:
-    """A write behind training fails on one rank: an error at a later step, at the same one on all ranks."""
-    with shared_folder() as folder:
-        results = {}
-        for what, step, num_steps in (("in training", 2, 60), ("at its end", 5, 5)):
-            run = folder / what.replace(" ", "-")
-            trainer = build_trainer(run, {"async_save": True}, save_steps=step, max_steps=num_steps)
-            if num_steps > step:
-                trainer.args.save_steps = trainer.state.save_steps = step
-                trainer.add_callback(SaveOnly(step))
-            with failing(run, rank, 1, "write", "optimizer/shard-00002", errno.ENOSPC) as hits:
-                found = refused(functools.partial(quietly, trainer.train))
-            results[what] = {
-                **found,
-                "steps": agree_all(trainer.state.global_step),
-                "hits": sum(agree_all(len(hits))),
-                "names": [name for name in names(run) if "checkpoint" in name or "fsdp" in name],
-            }
-        return results
-
-
-class SaveOnly(TrainerCallback):
-    """Leaves one save of those that are due."""
-
-    def __init__(self, step: int):
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step == self._step
-
-
-def async_in_flight(rank: int, world_size: int) -> dict[str, Any]:
-    """Slow saves at every step: one at a time, all of them committed, the last one when training returns."""
-    with shared_folder() as folder:
-        watch = Watch()
-        trainer = build_trainer(folder / "run", {"async_save": True}, watch, max_steps=4)
-        with Calls(folder / "run", rank, slow(0.2, "model/shard")) as calls:
-            quietly(trainer.train)
-        renames = [Path(call.target).name for call in calls.log if call.operation == "rename"]
-        return {"in_flight": watch.in_flight, "names": names(folder / "run"), "renames": agree_all(renames)[0]}
-
-
-def async_and_an_error(rank: int, world_size: int) -> dict[str, Any]:
-    """The script fails while a save is in flight: the process gives it time to end, and it is committed."""
-    with shared_folder() as folder:
-        trainer = build_trainer(folder / "run", {"async_save": True}, Watch(fail_after=3), save_steps=2)
-        with Calls(folder / "run", rank, slow(0.5, "model/shard")):
-            raised = False
-            try:
-                quietly(trainer.train)
-            except KeyError:
-                raised = True
-            before = os.path.exists(folder / "run/checkpoint-2")
-            background._join_threads()  # what the interpreter calls at its exit
-            finish(trainer)
-        return {"raised": raised, "before": before, "names": names(folder / "run")}
-
-
 CASES: dict[str, Callable[[int, int], Any]] = {
     case.__name__: case
     for case in (
@@ -510,8 +413,5 @@ CASES: dict[str, Callable[[int, int], Any]] = {
         resumed_past_damage,
         recorded_order,
         order_without_a_sync,
-        async_failure,
-        async_in_flight,
-        async_and_an_error,
     )
-}
+} | async_cases.CASES

@@ -18,6 +18,7 @@ from transformers import Trainer
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
 from hf_fsdp.sharding.mesh import agree_all, rank
+from tests.chaos.calls import Calls
 from tests.chaos.lives import build_trainer
 
 
@@ -86,3 +87,25 @@ def names(folder: Path) -> list[str]:
     """Return what lies in a folder, once all ranks are here."""
     agree_all(None)
     return sorted(os.listdir(folder))
+
+
+@contextlib.contextmanager
+def failing(root: Path, rank: int, on_rank: int, operation: str, part: str, code: int) -> Iterator[list[str]]:
+    """Let one call of one rank fail; yields the list of paths where it did."""
+    hits: list[str] = []
+
+    def before(done: str, path: str) -> None:
+        if rank == on_rank and done == operation and part in path and not hits:
+            hits.append(path)
+            raise OSError(code, os.strerror(code), path)
+
+    with Calls(root, rank, before):
+        yield hits
+
+
+def slow(seconds: float, part: str) -> Callable[[str, str], None]:
+    def before(operation: str, path: str) -> None:
+        if operation == "fsync" and part in path:
+            time.sleep(seconds)
+
+    return before

@@ -170,3 +170,28 @@ def test_an_error_in_training_does_not_take_the_save_with_it(outcome: Callable[[
     for found in outcome("async_and_an_error"):
         assert found["raised"] and not found["before"]
         assert found["names"] == ["audit.json", "checkpoint-2"]
+
+
+def test_the_next_step_runs_while_weights_are_copied_and_its_optimizer_waits(
+    outcome: Callable[[str], list[Any]],
+) -> None:
+    for found in outcome("slow_copy"):
+        assert found["ended"]["step begins"] == [False, False]
+        assert found["ended"]["optimizer stepped"] == [True, True]
+        assert len(found["sync"]) == 3 * 4 and found["async"] == found["sync"]
+
+
+def test_weights_changed_while_they_are_copied_are_not_saved(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("changed_meanwhile"):
+        assert found["errors"][0] == found["errors"][1]
+        assert "could not save checkpoint-2: " in found["errors"][0]
+        assert "was changed while it was copied, and not by an optimizer's step" in found["errors"][0]
+        assert "checkpoint: {async_save: false}" in found["errors"][0]
+        assert found["names"] == ["audit.json", "checkpoint-1"]
+
+
+def test_a_copy_that_fails_on_one_rank_is_every_ranks_error(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("no_memory_for_the_copy"):
+        assert found["errors"][0] == found["errors"][1]
+        assert "could not save checkpoint-1 on rank 1: MemoryError: no memory" in found["errors"][0]
+        assert found["names"] == ["audit.json"] and "checkpoint-1" in found["again"]
