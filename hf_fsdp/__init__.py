@@ -10,26 +10,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_fsdp.checkpoint.start import load_sharded
     from hf_fsdp.config.schema import FSDPConfig
+    from hf_fsdp.integrations.answers import AnswersCallback
     from hf_fsdp.integrations.callback import FSDPCallback
     from hf_fsdp.integrations.metrics import MetricsCallback
+    from hf_fsdp.integrations.part_rates import set_part_rates
     from hf_fsdp.integrations.plain_loop import build_accelerator
     from hf_fsdp.integrations.samples import SamplesCallback
-    from hf_fsdp.policies.model_parts import set_trainable
+    from hf_fsdp.integrations.wandb import prepare_wandb, wandb_sync_line
+    from hf_fsdp.monitor.answer_grid import draw_answer_grid
+    from hf_fsdp.monitor.answer_rounds import generate_answers
+    from hf_fsdp.monitor.predict import predict_answers
+    from hf_fsdp.policies.four_bit_parts import four_bit_skips
+    from hf_fsdp.policies.lora_check import check_lora_targets
+    from hf_fsdp.policies.lora_targets import lora_targets, plan_lora
+    from hf_fsdp.policies.model_parts import describe_parts, set_trainable
+    from hf_fsdp.policies.other_tools import answer_other_tools
     from hf_fsdp.sharding.apply import apply_fsdp
     from hf_fsdp.sharding.audit import audit_sharding
 
 __version__ = "0.1.0"
 __all__ = [
+    "AnswersCallback",
     "FSDPCallback",
     "FSDPConfig",
     "MetricsCallback",
     "SamplesCallback",
     "__version__",
+    "answer_other_tools",
     "apply_fsdp",
     "audit_sharding",
     "build_accelerator",
+    "check_lora_targets",
+    "describe_parts",
+    "draw_answer_grid",
+    "four_bit_skips",
+    "generate_answers",
     "load_sharded",
+    "lora_targets",
+    "plan_lora",
+    "predict_answers",
+    "prepare_wandb",
+    "set_part_rates",
     "set_trainable",
+    "wandb_sync_line",
 ]
 
 _HOMES = {
@@ -40,6 +63,19 @@ _HOMES = {
     "build_accelerator": "hf_fsdp.integrations.plain_loop",
     "load_sharded": "hf_fsdp.checkpoint.start",
     "set_trainable": "hf_fsdp.policies.model_parts",
+    "AnswersCallback": "hf_fsdp.integrations.answers",
+    "set_part_rates": "hf_fsdp.integrations.part_rates",
+    "plan_lora": "hf_fsdp.policies.lora_targets",
+    "four_bit_skips": "hf_fsdp.policies.four_bit_parts",
+    "predict_answers": "hf_fsdp.monitor.predict",
+    "draw_answer_grid": "hf_fsdp.monitor.answer_grid",
+    "lora_targets": "hf_fsdp.policies.lora_targets",
+    "check_lora_targets": "hf_fsdp.policies.lora_check",
+    "answer_other_tools": "hf_fsdp.policies.other_tools",
+    "describe_parts": "hf_fsdp.policies.model_parts",
+    "generate_answers": "hf_fsdp.monitor.answer_rounds",
+    "prepare_wandb": "hf_fsdp.integrations.wandb",
+    "wandb_sync_line": "hf_fsdp.integrations.wandb",
     "apply_fsdp": "hf_fsdp.sharding.apply",
     "audit_sharding": "hf_fsdp.sharding.audit",
 }

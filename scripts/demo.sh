@@ -3,6 +3,7 @@
 #
 #   bash scripts/demo.sh            LoRA
 #   bash scripts/demo.sh --full     all weights (about 5 GB of disk)
+#   bash scripts/demo.sh --vlm      a tiny vision-language model learns to read handwritten digits
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_venv.sh
@@ -14,4 +15,9 @@ build of 2 to 3 GB; a torch that is there is kept) and a language model of 93 MB
 All of it takes about 5 minutes on two idle cores after the installation, longer beside other jobs; installing prints little.
 TEXT
 setup_venv "$venv" "${HF_FSDP_CONSTRAINTS:-constraints/tested.txt}" yes
-"$VENV_PYTHON" scripts/demo/run.py "$@"
+if [[ ${1:-} == --vlm ]]; then
+  shift
+  "$VENV_PYTHON" scripts/demo/run_vlm.py "$@"
+else
+  "$VENV_PYTHON" scripts/demo/run.py "$@"
+fi

@@ -1,4 +1,4 @@
-"""Text data: only what TRL and transformers do not do.
+"""Data of text and of pictures: only what TRL and transformers do not do.
 
 Loading with errors a person can act on, checks before a model loads, chat templates with generation marks,
 the share of samples that `max_length` cuts, a preview of the tokens that count in the loss, formats recognised by
@@ -24,11 +24,29 @@ from hf_fsdp.data.examples import Examples, read_examples, read_train_and_held_o
 from hf_fsdp.data.formats import FORMATS
 from hf_fsdp.data.four_bits import settle_four_bits
 from hf_fsdp.data.generation import prepare_generation_config
+from hf_fsdp.data.image_checks import check_images
+from hf_fsdp.data.images import (
+    ImageDataReport,
+    ImageExamples,
+    ImageLimits,
+    ImageTextCollator,
+    add_lengths,
+    check_image_data,
+    open_image,
+    read_image_examples,
+)
 from hf_fsdp.data.lengths import LengthReport, check_lengths, measure_lengths
 from hf_fsdp.data.loading import load_splits, pick_split, select_eval_examples
 from hf_fsdp.data.packing import check_packing, packs_samples, prove_packing
-from hf_fsdp.data.preview import format_examples, format_training_examples, preview_training
-from hf_fsdp.data.run_config import RunConfig, override, read_run_config, write_run_config
+from hf_fsdp.data.preview import (
+    format_collated_examples,
+    format_examples,
+    format_training_examples,
+    preview_training,
+)
+from hf_fsdp.data.processors import image_token_counts, load_processor
+from hf_fsdp.data.recipe_arguments import RecipeRun, read_recipe_arguments
+from hf_fsdp.data.run_config import RunConfig, override, read_mapping, read_run_config, write_run_config
 from hf_fsdp.data.run_folder import check_output_dir, find_resume_checkpoint
 from hf_fsdp.errors import ConfigError, DataError, HfFsdpError, ModelAccessError, Problem
 
@@ -39,10 +57,18 @@ __all__ = [
     "Examples",
     "FORMATS",
     "HfFsdpError",
+    "ImageDataReport",
+    "ImageExamples",
+    "ImageLimits",
+    "ImageTextCollator",
     "LengthReport",
     "ModelAccessError",
     "Problem",
+    "RecipeRun",
     "RunConfig",
+    "add_lengths",
+    "check_image_data",
+    "check_images",
     "check_lengths",
     "check_model_access",
     "check_output_dir",
@@ -52,23 +78,30 @@ __all__ = [
     "find_resume_checkpoint",
     "find_stop_token_id",
     "find_training_template",
+    "format_collated_examples",
     "format_examples",
     "format_training_examples",
+    "image_token_counts",
+    "load_processor",
     "load_splits",
     "measure_lengths",
+    "open_image",
     "override",
     "packs_samples",
     "parse_arguments",
     "pick_split",
-    "prepare_generation_config",
     "prepare_chat",
+    "prepare_generation_config",
     "prepare_pad_token",
     "preview_training",
     "prove_packing",
     "read_chat_template",
     "read_examples",
-    "read_train_and_held_out",
+    "read_image_examples",
+    "read_mapping",
+    "read_recipe_arguments",
     "read_run_config",
+    "read_train_and_held_out",
     "rename_columns",
     "resolve_accumulation_steps",
     "resolve_chat_template",

@@ -132,9 +132,10 @@ def _flash_obstacle(name: str, config: Any, compute: torch.dtype) -> str | None:
 
 def _supports(config: Any, flag: str) -> bool:
     """Whether the model class of `config` says so; remote code that is not loaded yet counts as yes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    cls = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kinds = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    cls = next((found for kind in kinds if (found := kind._model_mapping.get(type(config), None))), None)
     return cls is None or bool(getattr(cls, flag, False))
 
 

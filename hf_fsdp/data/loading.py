@@ -23,8 +23,8 @@ def load_splits(name: str, *, config: str | None = None) -> dict[str, Dataset]:
 
     Args:
         name: a hub id, a JSON, JSONL or Parquet file (one split, ``train``), or a folder: of such files, whose
-            names say the split (``train.jsonl``, ``test-0001.parquet``; otherwise ``train``), or one that
-            ``save_to_disk`` wrote.
+            names say the split (``train.jsonl``, ``test-0001.parquet``; otherwise ``train``), of pictures, or one
+            that ``save_to_disk`` wrote.
         config: the hub dataset's configuration, if it has several.
 
     Returns:
@@ -140,9 +140,14 @@ def _load_folder(folder: Path) -> dict[str, Dataset]:
         return {"train": loaded} if isinstance(loaded, Dataset) else {str(k): v for k, v in loaded.items()}
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in _BUILDERS)
     if not files:
+        from hf_fsdp.data.images.folders import holds_pictures, load_image_folder
+
+        if holds_pictures(folder):
+            return load_image_folder(folder)
         found = sorted({path.suffix or path.name for path in folder.iterdir()})
         raise DataError(
-            f"dataset_name={str(folder)!r} holds no {_SUFFIXES} file (found: {', '.join(found) or 'nothing'})",
+            f"dataset_name={str(folder)!r} holds no {_SUFFIXES} file and no pictures "
+            f"(found: {', '.join(found) or 'nothing'})",
             fix=f"put {_SUFFIXES} files in it, or give one file",
         )
     builders = {_BUILDERS[path.suffix.lower()] for path in files}

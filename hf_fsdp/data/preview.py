@@ -7,6 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from hf_fsdp.data.examples import Examples
 
 IGNORED = -100
@@ -22,9 +24,21 @@ def format_training_examples(trainer: Any, count: int) -> str:
         trainer: an `SFTTrainer` that was built; its model is not touched.
         count: how many.
     """
-    rows = trainer.train_dataset.select(range(min(count, len(trainer.train_dataset))))
-    shown = [_collated(trainer.data_collator([row])) for row in rows]
-    text = format_examples(shown, trainer.processing_class)
+    return format_collated_examples(trainer.train_dataset, trainer.data_collator, trainer.processing_class, count)
+
+
+def format_collated_examples(dataset: Dataset, collator: Any, tokenizer: Any, count: int) -> str:
+    """Return the first samples of `dataset` as `collator` hands them to a model.
+
+    Args:
+        dataset: the training rows.
+        collator: makes a batch of rows.
+        tokenizer: decodes the tokens.
+        count: how many.
+    """
+    rows = dataset.select(range(min(count, len(dataset))))
+    shown = [_collated(collator([row])) for row in rows]
+    text = format_examples(shown, tokenizer)
     return text if len(shown) == count else f"{text}\n(there are no more than {len(shown)} training examples to show)"
 
 

@@ -16,6 +16,7 @@ from hf_fsdp.config.parse import DOTTED_KEYS, SECTION_FIELDS
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.config.values import shown, yaml_value
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
+from hf_fsdp.policies.other_tools import KNOWN_KEYS, answer_other_tools
 
 _WORDS = ("eval_strategy", "save_strategy", "logging_strategy")
 
@@ -113,6 +114,27 @@ def override(config: FSDPConfig, changes: Mapping[str, str]) -> FSDPConfig:
     if problems:
         raise ConfigError(problems)
     return FSDPConfig.from_mapping(values, source="the run config and the command line")
+
+
+def read_mapping(value: Mapping[str, Any] | str | None, key: str) -> dict[str, Any]:
+    """Return a setting that a file gives as a mapping and a command line as its text; empty without one.
+
+    Args:
+        value: ``{projector: 2.0e-5}``, as YAML has read it or not.
+        key: the setting's name, for the message.
+
+    Raises:
+        ConfigError: the text is no mapping.
+    """
+    import yaml
+
+    try:
+        read = yaml.safe_load(value) if isinstance(value, str) else value
+    except (yaml.YAMLError, ValueError):
+        read = value
+    if not isinstance(read, Mapping | None):
+        raise ConfigError(f"{key}={value!r} is not a mapping", fix=f"--{key} '{{projector: 2.0e-5}}'")
+    return dict(read or {})
 
 
 def write_run_config(path: str | Path, fsdp: FSDPConfig, groups: Sequence[Any]) -> None:
@@ -218,6 +240,9 @@ def _unknown_flags(flags: Sequence[str], known_keys: Collection[str]) -> Iterato
             continue
         following = flags[index + 1] if index + 1 < len(flags) else ""
         value = value if equals else "" if following.startswith("--") else following
+        if name in KNOWN_KEYS and "trainable" in known_keys:
+            yield from answer_other_tools({name: value or "true"}, source="the command line")
+            continue
         near = _near_keys(name, known_keys)
         yield Problem(
             message=f"--{name} is not a flag of this recipe",
@@ -257,6 +282,11 @@ def _read_file(
             source=f"{path}:1",
         )
     sources = {str(key): f"{path}:{lines.get((key,), 1)}" for key in data}
+    others = {str(key): value for key, value in data.items() if key in KNOWN_KEYS and key not in known_keys}
+    if others and "trainable" in known_keys:  # a recipe that trains parts: what another program calls them is answered
+        problems += answer_other_tools(others, lora=bool(data.get("use_peft")), source=sources[next(iter(others))])
+    else:
+        others = {}
     for key in data:
         if key == "fsdp_config":
             problems.append(
@@ -266,7 +296,7 @@ def _read_file(
                     source=sources["fsdp_config"],
                 )
             )
-        elif key != "fsdp" and key not in known_keys:
+        elif key != "fsdp" and key not in known_keys and key not in others:
             near = _near_keys(str(key), known_keys)
             fix = f"{near[0]}: {data[key]}" if near else f"remove {key}"
             if near and near[0].startswith("fsdp."):

@@ -21,6 +21,7 @@ from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp, get_applied_shar
 from hf_fsdp.sharding.audit import Audit, audit_sharding
 from hf_fsdp.sharding.audit_table import render_audit
 from hf_fsdp.sharding.frozen import shard_frozen_model
+from hf_fsdp.sharding.training_proof import TrainingReport
 from hf_fsdp.units import format_bytes
 
 AUDIT_FILE = "audit.json"
@@ -146,6 +147,12 @@ class TrainingBackend:
             self.audit.add_first_step(report.without_gradient, report.not_moved, report.optimizer_state_dtypes)
             self.audit.write(self._output_dir / AUDIT_FILE)
             log_first_step(report)
+
+    def end_training(self, report: TrainingReport) -> None:
+        """Keep what the training has changed with the audit."""
+        if self._is_printer and self.audit is not None:
+            self.audit.add_training(report)
+            self.audit.write(self._output_dir / AUDIT_FILE)
 
     @property
     def _scales_loss(self) -> bool:

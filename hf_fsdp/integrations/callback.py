@@ -36,10 +36,12 @@ from hf_fsdp.integrations.optimizers import raw_optimizer
 from hf_fsdp.integrations.preemption import Preemption
 from hf_fsdp.integrations.preemption_seams import install_preemption_seam
 from hf_fsdp.integrations.train import install_train_seam
+from hf_fsdp.policies.frozen_statistics import hold_frozen_statistics
 from hf_fsdp.policies.packed_weights import ready_for_training
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.audit import Audit
 from hf_fsdp.sharding.mesh import rank
+from hf_fsdp.sharding.training_proof import TrainingProof
 
 
 class FSDPCallback(TrainerCallback):
@@ -52,6 +54,9 @@ class FSDPCallback(TrainerCallback):
         config: the sharding config. Without one it is read from ``TrainingArguments.fsdp_config`` (where
             ``**config.trainer_kwargs()`` puts it), else from what the script's own arguments and Accelerate's
             launch file say.
+        prove_training: hash every frozen tensor before the first step and at the end of training, and refuse an end
+            where one of them changed (on all ranks, by a `ShardingError`); say which trained ones never moved. A
+            second for 7 to 9 GB on one CPU core.
 
     In a single process the model is trained unsharded, with one line that says so, or refused under
     ``sharding.require_sharding``.
@@ -67,7 +72,7 @@ class FSDPCallback(TrainerCallback):
 
     hf_fsdp_evaluates = True  # evaluation.MARK: its seams act on Trainers that have this callback
 
-    def __init__(self, config: FSDPConfig | None = None):
+    def __init__(self, config: FSDPConfig | None = None, *, prove_training: bool = True):
         if config is not None and not isinstance(config, FSDPConfig):
             raise IntegrationError(
                 f"FSDPCallback was given a {type(config).__name__}, not an FSDPConfig",
@@ -78,6 +83,8 @@ class FSDPCallback(TrainerCallback):
         self._launch_environment = launch_environment()
         self._attached: TrainingBackend | None = None
         self._single_process = False
+        self._prove_training = prove_training
+        self._proof: TrainingProof | None = None
         self.preemption = Preemption()
         self.checkpoints = Checkpoints(self._say, self.preemption)
         # Before Trainer builds its Accelerator: on CPU, Accelerate would drop the FSDP plugin.
@@ -161,6 +168,8 @@ class FSDPCallback(TrainerCallback):
             self._prove_unsharded_packing(args, model)
         else:
             backend.begin_training(model, raw_optimizer(optimizer))
+        hold_frozen_statistics(model)
+        self._proof = TrainingProof(model) if self._prove_training else None
         watch_training_data(train_dataloader, args)
         self.checkpoints.resume.restore_running_loss()
         self.checkpoints.test(model, None if args.save_strategy == SaveStrategy.NO else Path(args.output_dir))
@@ -186,6 +195,8 @@ class FSDPCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Look at loss and gradients before the step: always at the first, then whenever the step is logged."""
+        if self._proof is not None and model is not None:
+            self._proof.observe_gradients(model)
         if self._attached is None or model is None:
             return
         step = state.global_step + 1
@@ -222,6 +233,23 @@ class FSDPCallback(TrainerCallback):
         """Look at what the first step did."""
         if self._attached is not None and model is not None:
             self._attached.after_step(model, raw_optimizer(optimizer))
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Prove that frozen parts are what they were, and say what moved."""
+        proof, self._proof = self._proof, None
+        if proof is None or model is None:
+            return
+        report = proof.compare(model)
+        self._say(*report.lines())
+        if self._attached is not None:
+            self._attached.end_training(report)
 
     def _say(self, *lines: str) -> None:
         if self._attached is not None:

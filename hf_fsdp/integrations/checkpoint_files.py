@@ -83,9 +83,21 @@ def write_model_files(trainer: Trainer, folder: Path) -> None:
             config.architectures = architectures
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             model.generation_config.save_pretrained(folder)
-    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    if processor is not None:
+    if (processor := processor_to_save(trainer)) is not None:
         processor.save_pretrained(folder)
+
+
+def processor_to_save(trainer: Trainer) -> Any:
+    """Return what belongs beside the model: a processor, or a tokenizer, or None.
+
+    A collator of pictures has the whole processor where the Trainer may have been given its tokenizer only, or
+    nothing. Without it in the folder nobody can prepare a picture as training did.
+    """
+    given, collator = trainer.processing_class, trainer.data_collator
+    whole = getattr(collator, "processor", None)
+    if whole is not None and (given is None or given is getattr(whole, "tokenizer", None)):
+        return whole
+    return given if given is not None else getattr(collator, "tokenizer", None)
 
 
 def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any], *, is_fresh: bool) -> list[str]:

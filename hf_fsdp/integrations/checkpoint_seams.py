@@ -15,6 +15,7 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdp.config.io import TRAINER_BLOCK
 from hf_fsdp.integrations.accelerate import replace_method
+from hf_fsdp.integrations.checkpoint_files import processor_to_save
 from hf_fsdp.integrations.checkpoints import Checkpoints
 from hf_fsdp.integrations.data_draws import install_data_draws_seams
 from hf_fsdp.integrations.data_position import place_in_stream
@@ -26,6 +27,7 @@ def install_checkpoint_seams() -> None:
     """Put the seams in place; calling it again changes nothing."""
     replace_method(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
     replace_method(Trainer, "_init_training_state", _init_training_state)
+    replace_method(Trainer, "_save", _save)
     replace_method(Trainer, "_save_checkpoint", _save_checkpoint)
     replace_method(Trainer, "_load_from_checkpoint", _load_from_checkpoint)
     replace_method(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
@@ -84,6 +86,17 @@ def _save_checkpoint(original: Callable[..., None], trainer: Trainer, model: nn.
             trainer._push_from_checkpoint(str(folder))
 
     checkpoints.save(trainer, trial, push)
+
+
+def _save(
+    original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, state_dict: Any = None
+) -> None:
+    """Save the collator's processor too, where Trainer knows of its tokenizer only."""
+    original(output_dir, state_dict)
+    processor = processor_to_save(trainer)
+    is_more = processor is not None and processor is not trainer.processing_class
+    if is_more and trainer.args.should_save and checkpoints_of(trainer) is not None:
+        processor.save_pretrained(output_dir or trainer.args.output_dir)
 
 
 def _load_from_checkpoint(

@@ -195,5 +195,5 @@ def _rows_of(eval_dataloader: Any) -> Iterator[Mapping[str, Any]]:
         if not isinstance(row, Mapping):
             return
         if any("pixel_values" in str(name) or name in ("image", "images") for name in row):
-            raise DataError("rows with images are not asked", fix="give texts as prompts")
+            raise DataError("rows with images are not asked", fix="AnswersCallback asks them; or give texts as prompts")
         yield row

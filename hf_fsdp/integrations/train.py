@@ -16,6 +16,7 @@ from hf_fsdp.integrations.data_draws import nothing_watched_after
 from hf_fsdp.integrations.evaluation import is_ours
 from hf_fsdp.integrations.kept_outputs import check_memory_before_training
 from hf_fsdp.integrations.preemption import preemption_of
+from hf_fsdp.integrations.trainer import doubt_class_attribute
 from hf_fsdp.monitor.random_state import preserved_random_state
 
 
@@ -42,6 +43,8 @@ def _train(
         if is_ours(trainer) and str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":
             with preserved_random_state():  # a dataset may draw augmentations when its rows are looked at
                 check_memory_before_training(trainer)
+        if is_ours(trainer):
+            doubt_class_attribute(trainer)
         if checkpoints is None:
             return original(resume_from_checkpoint, *args, **kwargs)
         return original(checkpoints.resume.resolve(trainer, resume_from_checkpoint), *args, **kwargs)

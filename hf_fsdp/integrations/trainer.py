@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,15 @@ from hf_fsdp.integrations.accelerate import active_backend, current_plugin, repl
 from hf_fsdp.integrations.dynamo import read_compile_arguments
 from hf_fsdp.integrations.losses import check_unproven
 from hf_fsdp.integrations.optimizers import check_optimizer
-from hf_fsdp.integrations.trl import items_for_loss
-from hf_fsdp.policies.blocks import class_name
+from hf_fsdp.integrations.trl import is_trl, items_for_loss
+from hf_fsdp.policies.blocks import base_model, class_name
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.gather import gather_for_saving
 from hf_fsdp.sharding.mesh import agree_all
 from hf_fsdp.sharding.outcome import agreed, wait_for_all_ranks
 
 _PROBED = "_hf_fsdp_loss_scales"
+_DOUBTED = "_hf_fsdp_doubts_accepts_loss_kwargs"
 
 
 def install_trainer_seam() -> None:
@@ -51,6 +53,8 @@ def _training_step(
     times too large. The loss itself is asked, once: twice the items must give half of it.
     """
     own_loss = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
+    if getattr(trainer, _DOUBTED, False) and num_items_in_batch is not None:
+        num_items_in_batch = _resolve_doubt(trainer, model, inputs, num_items_in_batch)
     if active_backend() is None:
         return original(model, inputs, num_items_in_batch)
     if own_loss:
@@ -68,16 +72,54 @@ def _training_step(
     return original(model, inputs, num_items_in_batch)
 
 
+def doubt_class_attribute(trainer: Trainer) -> None:
+    """Before training: let Trainer count items for a model whose class says that its loss ignores them.
+
+    Qwen2.5-VL, Qwen3-VL, GLM-4V and some thirty more say ``accepts_loss_kwargs = False`` and hand every keyword
+    to a loss that divides by ``num_items_in_batch`` all the same. Believed, Trainer averages batches where all others
+    are averaged over tokens, and a rank with few answer tokens counts as much as one with many. The first batch tells.
+    """
+    model: Any = base_model(trainer.model)
+    keeps_loss = type(trainer).compute_loss is Trainer.compute_loss or any(
+        cls.__name__ == "SFTTrainer" and is_trl(cls) for cls in type(trainer).__mro__
+    )
+    says_no = getattr(model, "accepts_loss_kwargs", None) is False and trainer.model_accepts_loss_kwargs is False
+    takes_any = any(
+        item.kind == inspect.Parameter.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values()
+    )
+    if says_no and takes_any and keeps_loss and trainer.compute_loss_func is None:
+        trainer.model_accepts_loss_kwargs = True
+        setattr(trainer, _DOUBTED, True)
+
+
+def _resolve_doubt(trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Any:
+    """Return the items where the model's own loss follows them, else None, and let Trainer know. Collective."""
+    prepared = trainer._prepare_inputs(dict(inputs))
+    follows = _follows_items(lambda items: model(**prepared, num_items_in_batch=items).loss, model, num_items)
+    if follows is None:  # a batch without a label; the next one tells
+        return num_items
+    setattr(trainer, _DOUBTED, False)
+    setattr(trainer, _PROBED, follows)
+    trainer.model_accepts_loss_kwargs = follows
+    if follows and trainer.is_world_process_zero():
+        print(f"hf-fsdp: {class_name(model)} is averaged over tokens: its loss follows num_items_in_batch", flush=True)
+    return num_items if follows else None
+
+
 def _loss_scales(trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
-    """Whether the loss follows the number of items, on any rank; None when this batch cannot tell. Collective."""
+    prepared = trainer._prepare_inputs(dict(inputs))
+    return _follows_items(
+        lambda items: trainer.compute_loss(model, dict(prepared), num_items_in_batch=items), model, num_items
+    )
+
+
+def _follows_items(compute: Callable[[Any], Any], model: nn.Module, num_items: Any) -> bool | None:
+    """Whether a loss follows the number of items, on any rank; None when this batch cannot tell. Collective."""
     was_training = model.training
     model.eval()  # no dropout, so that the random stream stays where it is
     try:
         with torch.no_grad():
-            once, twice = (
-                float(trainer.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=items))
-                for items in (num_items, 2 * num_items)
-            )
+            once, twice = (float(compute(items)) for items in (num_items, 2 * num_items))
     finally:
         model.train(was_training)
     told = abs(once - twice) > 0.1 * abs(once) if math.isfinite(once) and once != 0 else None

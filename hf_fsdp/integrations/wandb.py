@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from hf_fsdp.monitor.samples import Sample
 from hf_fsdp.sharding.audit import Audit, UnitRow
+
+
+def prepare_wandb(output_dir: Path) -> str | None:
+    """Keep W&B's files with the run, and go offline where there is no key, instead of asking for one.
+
+    Call it before Trainer is built. What the environment says already stays (``WANDB_PROJECT``, ``WANDB_DIR``,
+    ``WANDB_MODE``).
+
+    Args:
+        output_dir: the folder of the run.
+
+    Returns:
+        A line for a person, where the run goes offline.
+    """
+    os.environ.setdefault("WANDB_PROJECT", "hf-fsdp")
+    os.environ.setdefault("WANDB_DIR", str(output_dir))
+    if "WANDB_MODE" in os.environ:
+        return None
+    import wandb
+
+    if wandb.login(prompt=False):
+        return None
+    os.environ["WANDB_MODE"] = "offline"
+    return "wandb: no key, so this run is recorded offline; log in with: wandb login"
+
+
+def wandb_sync_line() -> str | None:
+    """Return how to send the active run, where it is an offline one."""
+    run = _active_run()
+    if run is None or run.settings.mode != "offline":
+        return None
+    return f"wandb: send this run with: wandb sync {Path(run.dir).parent}"
 
 
 def log_audit(audit: Audit) -> bool:
@@ -54,6 +88,15 @@ def log_samples(samples: Sequence[Sample], step: int) -> bool:
     columns = [item.name for item in fields(Sample)]
     rows = [[step, *(getattr(sample, name) for name in columns)] for sample in samples]
     run.log({"samples": sys.modules["wandb"].Table(columns=["step", *columns], data=rows)}, commit=False)
+    return True
+
+
+def log_answer_grid(path: Path, caption: str) -> bool:
+    """Send a picture of what the model answered; return whether there is a run."""
+    run = _active_run()
+    if run is None:
+        return False
+    run.log({"answers": sys.modules["wandb"].Image(str(path), caption=caption)}, commit=False)
     return True
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
+from hf_fsdp.policies.other_tools import OTHER_NAMES, answer_other_tools
 from hf_fsdp.policies.towers import OTHER, tower_of
 
 LANGUAGE, VISION, AUDIO, PROJECTOR, ALL = "language", "vision", "audio", "projector", "all"
@@ -24,19 +25,6 @@ _PROJECTOR = re.compile(
     r"projector|(language|text|vision|visual|image|modality)_projection|connector|(^|_)merger(_|$)|aligner|resampler"
     r"|perceiver|abstractor|q_?former|query_tokens|^mlp1$|^mm_|multi_?modal|image_newline|view_sep|embed_(vision|audio)"
 )
-# What other tools say -> the part that they freeze.
-OTHER_NAMES: Mapping[str, str] = {
-    "freeze_vision_tower": VISION,
-    "freeze_vit": VISION,
-    "freeze_vision_encoder": VISION,
-    "freeze_mm_vision_tower": VISION,
-    "freeze_multi_modal_projector": PROJECTOR,
-    "freeze_aligner": PROJECTOR,
-    "freeze_mm_mlp_adapter": PROJECTOR,
-    "freeze_language_model": LANGUAGE,
-    "freeze_llm": LANGUAGE,
-    "freeze_backbone": LANGUAGE,
-}
 
 
 @dataclass(frozen=True)
@@ -56,6 +44,25 @@ class ModelParts:
                 return part
         raise KeyError(name)
 
+    def by_parameter(self) -> dict[str, str]:
+        """Return the part of every parameter, by its name."""
+        return {name: part for part, names in self.names.items() for name in names}
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """One part of a model: where it lies and how large it is.
+
+    Args:
+        part: ``language``, ``projector``, …
+        paths: the outermost modules that hold nothing else, and parameters that lie outside of such modules.
+        num_parameters: values, a tied tensor counted once.
+    """
+
+    part: str
+    paths: tuple[str, ...]
+    num_parameters: int
+
 
 def find_parts(model: nn.Module) -> ModelParts:
     """Return the parts of a model, adapters counted with the layer that they are on.
@@ -74,7 +81,53 @@ def find_parts(model: nn.Module) -> ModelParts:
     return ModelParts({part: tuple(names[part]) for part in order if part in names})
 
 
-def set_trainable(model: nn.Module, parts: Sequence[str]) -> ModelParts:
+def describe_parts(model: nn.Module) -> list[PartRow]:
+    """Return where each part of a model lies, read off the model itself.
+
+    Args:
+        model: as for `find_parts`; on the meta device is enough.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=16,
+        ...                      num_attention_heads=1, num_key_value_heads=1)
+        >>> [(row.part, row.paths) for row in describe_parts(LlamaForCausalLM(config))]
+        [('language', ('model', 'lm_head'))]
+    """
+    named = dict(model.named_parameters())
+    return [
+        PartRow(part, part_paths(model, names), sum(named[name].numel() for name in names))
+        for part, names in find_parts(model).names.items()
+    ]
+
+
+def part_paths(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the outermost modules whose parameters are all among `names`, then parameters that no such module holds.
+
+    Args:
+        model: any module.
+        names: parameters of one part or of several.
+    """
+    wanted = set(names)
+    held = {id(parameter) for name, parameter in model.named_parameters() if name in wanted}
+    paths: list[str] = []
+    loose: list[str] = []
+
+    def walk(module: nn.Module, path: str) -> None:
+        parameters = [id(parameter) for parameter in module.parameters()]
+        if path and parameters and all(parameter in held for parameter in parameters):
+            paths.append(path)
+            return
+        prefix = f"{path}." if path else ""
+        loose.extend(prefix + name for name, p in module.named_parameters(recurse=False) if id(p) in held)
+        for name, child in module.named_children():
+            walk(child, prefix + name)
+
+    walk(model, "")
+    return (*paths, *loose)
+
+
+def set_trainable(model: nn.Module, parts: str | Sequence[str]) -> ModelParts:
     """Train the named parts of a model and freeze the others.
 
     Call it before PEFT and before sharding: the optimizer, the precision of what is kept and the memory of a step
@@ -82,29 +135,62 @@ def set_trainable(model: nn.Module, parts: Sequence[str]) -> ModelParts:
 
     Args:
         model: of transformers.
-        parts: among ``language``, ``projector``, ``vision``, ``audio``, ``other``; or ``all`` alone.
+        parts: among ``language``, ``projector``, ``vision``, ``audio``, ``other``; or ``all`` alone. One name or a
+            list; names in one string may be separated by commas, as on a command line.
 
     Returns:
         The parts, as `find_parts` does.
 
     Raises:
         ConfigError: the model has no such part, or nothing would be trained; every problem at once.
+
+    Example:
+        >>> from torch import nn
+        >>> from hf_fsdp import set_trainable
+        >>> model = nn.ModuleDict({"vision_tower": nn.Linear(2, 2), "language_model": nn.Linear(2, 2)})
+        >>> parts = set_trainable(model, "language")
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['language_model.weight', 'language_model.bias']
     """
     found = find_parts(model)
-    wanted = set(found.names) if list(parts) == [ALL] else set(parts)
-    problems = [_unknown_part(part, found, model) for part in parts if part not in found.names and [part] != [ALL]]
-    if ALL in parts and len(parts) > 1:
-        problems.append(Problem(message=f"trainable={list(parts)} names all and more", fix="trainable: all"))
-    if not wanted and not problems:
-        problems.append(Problem(message="trainable=[] trains nothing", fix=f"trainable: [{', '.join(found.names)}]"))
-    if problems:
-        raise ConfigError(problems)
+    asked = as_part_names(parts)
+    wanted = resolve_parts(model, found, asked, "trainable")
     named = dict(model.named_parameters())
     for part, names in found.names.items():
         for name in names:
             if named[name].is_floating_point():
                 named[name].requires_grad_(part in wanted)
     return found
+
+
+def as_part_names(parts: str | Sequence[str]) -> list[str]:
+    """Return the names that a person typed: a list, one name, or several in one string, as command lines give them."""
+    texts = [parts] if isinstance(parts, str) else parts
+    return [word for text in texts for word in re.split(r"[,\s\[\]]+", text) if word]
+
+
+def resolve_parts(model: nn.Module, found: ModelParts, asked: Sequence[str], key: str) -> set[str]:
+    """Return the parts that are meant by `asked`, ``all`` replaced by those of the model.
+
+    Args:
+        model: for messages.
+        found: its parts.
+        asked: what was typed.
+        key: the config key that it was typed for, e.g. ``trainable``.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    if list(asked) == [ALL]:
+        return set(found.names)
+    problems = [_unknown_part(part, found, model, key) for part in asked if part not in {*found.names, ALL}]
+    if ALL in asked:
+        problems.append(Problem(message=f"{key}={list(asked)} names all and more", fix=f"{key}: all"))
+    if not asked:
+        problems.append(Problem(message=f"{key}=[] trains nothing", fix=f"{key}: [{', '.join(found.names)}]"))
+    if problems:
+        raise ConfigError(problems)
+    return set(asked)
 
 
 def _part_by_name(name: str) -> str:
@@ -132,16 +218,26 @@ def _embeddings_and_head(model: Any) -> set[int]:
     return found
 
 
-def _unknown_part(part: str, found: ModelParts, model: nn.Module) -> Problem:
+_PLACES = {VISION: "vision tower", AUDIO: "audio tower", PROJECTOR: "projector", LANGUAGE: "language model"}
+
+
+def _unknown_part(part: str, found: ModelParts, model: nn.Module, key: str) -> Problem:
     have: Iterable[str] = found.names
+    name = type(model).__name__
     if part in OTHER_NAMES:
-        rest = [name for name in have if name != OTHER_NAMES[part]]
+        answer = answer_other_tools({part: True}, part_names=found.names)
         return Problem(
-            message=f"trainable={part} is another tool's name: it freezes the {OTHER_NAMES[part]}",
-            fix=f"trainable: [{', '.join(rest)}]",
+            message=f"{key}={part} is another tool's name: it freezes the {OTHER_NAMES[part]}",
+            fix=answer[0].fix if key == "trainable" else f"{key}: [{', '.join(have)}], or some of them",
+        )
+    if part in _PLACES:
+        is_text = set(have) == {LANGUAGE}
+        return Problem(
+            message=f"{key}={part}: {name} has no {_PLACES[part]}" + (": it is a model of text alone" * is_text),
+            fix=f"{key}: all, or a vision-language model" if is_text else f"{key}: [{', '.join(have)}], or some",
         )
     return Problem(
-        message=f"trainable={part} is no part of {type(model).__name__}",
+        message=f"{key}={part} is no part of {name}",
         near=", ".join(nearest_names(part, have)) or None,
-        fix=f"trainable: [{', '.join(have)}], or some of them",
+        fix=f"{key}: [{', '.join(have)}], or some of them",
     )

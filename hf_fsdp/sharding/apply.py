@@ -22,6 +22,7 @@ from hf_fsdp.policies.activation import (
     plan_activations,
     turn_off_model_checkpointing,
 )
+from hf_fsdp.policies.frozen_inputs import release_frozen_inputs
 from hf_fsdp.policies.host import build_offload_policy
 from hf_fsdp.policies.packed_weights import keep_layout, move_quantization_state, quantization_tensors
 from hf_fsdp.policies.precision import PrecisionTable, find_norms, resolve_precision
@@ -31,6 +32,7 @@ from hf_fsdp.sharding.agree import AgreementReport, agree_on_tensors, check_same
 from hf_fsdp.sharding.fitness import refuse_unfit_model, refuse_unfit_plan
 from hf_fsdp.sharding.gather import make_save_collective
 from hf_fsdp.sharding.mesh import agreement_group, build_mesh
+from hf_fsdp.sharding.missing_images import install_missing_images
 from hf_fsdp.sharding.read_shards import read_shards, take_unread
 from hf_fsdp.sharding.root_forward import install_root_hooks
 from hf_fsdp.sharding.running_stats import install_running_stats
@@ -129,6 +131,7 @@ def apply_fsdp(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["params"] = []  # a reference from the optimizer would keep every whole parameter alive until the end
     applied.replaced_model_checkpointing = turn_off_model_checkpointing(model)
+    release_frozen_inputs(model)
     apply_activations(model, activations)
     disable_cache_in_training(model)
     norm_ids = {id(module) for _, module in find_norms(model)} if precision.keep_norms_fp32 else set()
@@ -149,6 +152,7 @@ def apply_fsdp(
     make_save_collective(model, applied)
     install_root_hooks(model, precision.compute, [unit.modules[0] for unit in plan.units])
     install_running_stats(model)
+    install_missing_images(model, mesh.device_type)
     setattr(model, _ATTRIBUTE, applied)
     return applied
 

@@ -24,8 +24,10 @@ from hf_fsdp.policies.packed_weights import describe_quantization
 from hf_fsdp.policies.wrap_plan import Unit
 from hf_fsdp.sharding.agree import checksum
 from hf_fsdp.sharding.apply import AppliedSharding, get_applied_sharding
+from hf_fsdp.sharding.audit_parts import PartRow, describe_trained_parts
 from hf_fsdp.sharding.mesh import agree_all, shard_axis_size
 from hf_fsdp.sharding.shards import reshard_all
+from hf_fsdp.sharding.training_proof import TrainingReport
 from hf_fsdp.torch_private import local_shard, read_unit_state
 
 
@@ -73,6 +75,8 @@ class Audit:
     warnings: list[str] = field(default_factory=list)
     activations: str = ""
     first_step: dict[str, Any] | None = None
+    parts: list[PartRow] = field(default_factory=list)
+    after_training: dict[str, Any] | None = None
 
     @property
     def sharded_share(self) -> float:
@@ -96,6 +100,10 @@ class Audit:
             found = sorted({optimizer_state_dtypes[name] for name in row.names if name in optimizer_state_dtypes})
             row.optimizer_state = "+".join(found) or ("-" if row.num_trained == 0 else "none")
         self.first_step = {"without_gradient": without_gradient, "not_moved": not_moved}
+
+    def add_training(self, report: TrainingReport) -> None:
+        """Add what the training changed: frozen parts as they were, trained ones moved."""
+        self.after_training = report.to_mapping()
 
     def write(self, path: Path) -> None:
         """Write `audit.json`."""
@@ -132,7 +140,7 @@ def audit_sharding(model: nn.Module, optimizer: Optimizer | None = None) -> Audi
         raise ShardingError(
             mine or [Problem(message=f"rank {rank} reports: {text}", fix=_FIX) for text in everyone[rank]]
         )
-    return _describe(model, applied, replicas_equal)
+    return _describe(model, applied, replicas_equal, optimizer)
 
 
 _FIX = "this is a bug of hf-fsdp or a change made to the model after it was sharded; report it with audit.json"
@@ -238,7 +246,9 @@ def _check_replicas(model: nn.Module, applied: AppliedSharding) -> tuple[bool | 
 # -- description ------------------------------------------------------------------------------------------------------
 
 
-def _describe(model: nn.Module, applied: AppliedSharding, replicas_equal: bool | None) -> Audit:
+def _describe(
+    model: nn.Module, applied: AppliedSharding, replicas_equal: bool | None, optimizer: Optimizer | None
+) -> Audit:
     parameters = dict(model.named_parameters())
     rows = [
         _describe_unit(unit, names, [parameters[name] for name in names], applied)
@@ -270,6 +280,7 @@ def _describe(model: nn.Module, applied: AppliedSharding, replicas_equal: bool |
         host_memory=_describe_host_memory(applied),
         notes=[*applied.plan.notes, *describe_quantization(model)],
         warnings=list(applied.plan.warnings),
+        parts=describe_trained_parts(model, optimizer),
     )
 
 

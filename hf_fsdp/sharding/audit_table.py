@@ -65,6 +65,7 @@ def summary_lines(audit: Audit) -> list[str]:
         f"sharded      {audit.sharded_share:.1%} of {format_count(audit.num_parameters)} parameters; "
         f"this rank holds {format_count(audit.num_local)}",
         f"trained      {format_count(audit.num_trained)}, frozen {format_count(audit.num_frozen)}",
+        *_part_lines(audit),
         f"checkpointed {audit.num_checkpointed_blocks} of {audit.num_blocks} blocks",
         f"agreed       {audit.num_tensors_agreed} tensors equal on all ranks (checksum {audit.weights_checksum})"
         + (f", {len(audit.tensors_taken_from_rank_0)} taken from rank 0" if audit.tensors_taken_from_rank_0 else ""),
@@ -78,6 +79,22 @@ def summary_lines(audit: Audit) -> list[str]:
         lines.append("replicas     equal" if audit.replicas_equal else "replicas     DIFFER")
     lines += [f"note         {note}" for note in audit.notes]
     lines += [f"warning      {warning}" for warning in audit.warnings]
+    return lines
+
+
+def _part_lines(audit: Audit) -> list[str]:
+    """Return a line for each part of a model that has several: its size, what is trained, how it is stored."""
+    if len(audit.parts) < 2:
+        return []
+    width = max(len(row.name) for row in audit.parts)
+    lines = []
+    for row in audit.parts:
+        trained = "frozen" if row.num_trained == 0 else f"{format_count(row.num_trained)} trained"
+        if row.learning_rates:
+            trained += f" at {' and '.join(f'{rate:g}' for rate in row.learning_rates)}"
+        stored = "/".join(_short(dtype) for dtype in row.storage.split("/"))
+        name = f"{row.name:<{width}}"
+        lines.append(f"part         {name}  {format_count(row.num_parameters)}, {trained}, stored {stored}")
     return lines
 
 

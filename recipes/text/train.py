@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 from trl.chat_template_utils import get_training_chat_template
 
-from hf_fsdp import FSDPCallback, FSDPConfig, MetricsCallback, SamplesCallback, data, load_sharded
+from hf_fsdp import (
+    FSDPCallback,
+    MetricsCallback,
+    SamplesCallback,
+    data,
+    load_sharded,
+    prepare_wandb,
+    wandb_sync_line,
+)
 from hf_fsdp.data import ConfigError, HfFsdpError
 
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 RANK = int(os.environ.get("RANK") or 0)
 
 
@@ -65,47 +71,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def read_arguments(argv: list[str]) -> tuple[FSDPConfig, RecipeArguments, ScriptArguments, SFTConfig, ModelConfig]:
+def read_arguments(argv: list[str]) -> data.RecipeRun:
     """Return the `fsdp` section and the four groups of training arguments: file first, command line over it."""
-    known = {item.name for group in ARGUMENT_CLASSES for item in fields(group)}
-    asked = data.read_run_config(argv, known)
-    preset, checkpointing = asked.fsdp.precision.preset, asked.fsdp.activation_checkpointing.mode == "full"
-    defaults: dict[str, Any] = {"output_dir": "runs/text", "use_cpu": not torch.accelerator.is_available()}
-    switches = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name of one switch
-    if not asked.typed & set(switches):
-        # TRL switches it on. Sharded, ours does it; one process uses transformers' own, which keeps gradients right.
-        defaults[next(name for name in switches if name in known)] = checkpointing and WORLD_SIZE == 1
-    if preset != "auto":  # TRL switches bf16 on; the `fsdp` section decides
-        defaults |= {"bf16": preset == "bf16-mixed", "fp16": preset == "fp16-mixed"}
-    parser = TrlParser(ARGUMENT_CLASSES)
-    # trainer_kwargs goes in before parsing, so that TrainingArguments' own checks see it; one process has none.
-    parser.set_defaults_with_config(**{**defaults, **asked.values, **asked.fsdp.trainer_kwargs()})
-    recipe, script, training, model = data.parse_arguments(
-        parser, asked, refused=REFUSED, required=("model_name_or_path", "dataset_name")
+    run = data.read_recipe_arguments(
+        argv, TrlParser(ARGUMENT_CLASSES), script="recipes/text/train.py", output_dir="runs/text", refused=REFUSED
     )
-    if problems := data.check_packing(training):
+    if problems := data.check_packing(run.training):
         raise ConfigError(problems)
-    if recipe.global_batch_size is not None:
-        typed = training.gradient_accumulation_steps if "gradient_accumulation_steps" in asked.typed else None
-        training.gradient_accumulation_steps = data.resolve_accumulation_steps(
-            recipe.global_batch_size, training.per_device_train_batch_size, WORLD_SIZE, typed=typed
-        )
-    if "dtype" not in asked.typed:
-        model.dtype = choose_load_dtype(preset, lora=model.use_peft)
-    data.settle_four_bits(model, data.compute_dtype(preset, bf16=training.bf16, fp16=training.fp16), asked.typed)
-    if "assistant_only_loss" not in asked.typed:
-        training.assistant_only_loss = None  # on for conversations: the data decides
-    changes = {"sharding.require_sharding": "true"} if recipe.require_sharding else {}
-    return data.override(asked.fsdp, changes), recipe, script, training, model
-
-
-def choose_load_dtype(preset: str, lora: bool) -> str:
-    """Return the dtype to load weights in; sharded ones are converted later, a shard at a time and not here."""
-    if preset == "bf16-true":
-        return "bfloat16"
-    if lora:  # PEFT rounds fresh adapters to the dtype of their base, which fp32 runs must not see
-        return "float32" if preset == "fp32" else "auto"
-    return "auto" if WORLD_SIZE > 1 else "float32"
+    return run
 
 
 def load_examples(
@@ -134,26 +107,6 @@ def load_examples(
     count = len(held_out.dataset) if held_out else "none"
     say(f"data: {len(rows)} training examples, {count} held out ({examples.kind}); {examples.line}")
     return examples, held_out
-
-
-def prepare_wandb(training: SFTConfig) -> None:
-    """Keep W&B's files with the run, and go offline when there is no key, instead of asking for one."""
-    os.environ.setdefault("WANDB_PROJECT", "hf-fsdp")
-    os.environ.setdefault("WANDB_DIR", str(training.output_dir))
-    if "WANDB_MODE" not in os.environ:
-        import wandb
-
-        if not wandb.login(prompt=False):
-            os.environ["WANDB_MODE"] = "offline"
-            say("wandb: no key, so this run is recorded offline; log in with: wandb login")
-
-
-def say_wandb_sync() -> None:
-    """Say how to send an offline run."""
-    import wandb
-
-    if wandb.run is not None and wandb.run.settings.mode == "offline":
-        say(f"wandb: send this run with: wandb sync {Path(wandb.run.dir).parent}")
 
 
 def main(argv: list[str]) -> None:
@@ -193,8 +146,8 @@ def main(argv: list[str]) -> None:
     say(str(attention))
     if RANK == 0:
         data.write_run_config(output / "resolved_config.yaml", fsdp, (recipe, script, training, model_args))
-    if "wandb" in training.report_to:
-        prepare_wandb(training)
+    if "wandb" in training.report_to and (line := prepare_wandb(output)):
+        say(line)
 
     model = load_sharded(  # from_pretrained, but each process reads only what it keeps
         AutoModelForCausalLM,
@@ -233,8 +186,8 @@ def main(argv: list[str]) -> None:
         tokenizer.save_pretrained(output / "final")
         model.generation_config.save_pretrained(output / "final")
     say(f"saved {output / 'final'}")
-    if "wandb" in training.report_to:
-        say_wandb_sync()
+    if line := wandb_sync_line():
+        say(line)
     trainer.accelerator.end_training()  # closes the trackers and the process group
 
 

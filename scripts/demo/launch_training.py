@@ -1,4 +1,4 @@
-"""Start one training run of the text recipe and show how it gets on: what it says, each step, the time left."""
+"""Start one training run of a recipe and show how it gets on: what it says, each step, the time left."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class TrainingRun:
         num_steps: optimizer steps it will take, for the time left.
         log: where the run's stderr goes.
         through: a program and its flags that runs the recipe; without it the launcher does.
+        recipe: the script.
         resumes: it goes on where an earlier run in `output_dir` stopped, and keeps that one's metrics.
     """
 
@@ -48,6 +49,7 @@ class TrainingRun:
     num_steps: int
     log: Path
     through: Sequence[str] = ()
+    recipe: str = RECIPE
     resumes: bool = False
 
     @property
@@ -62,7 +64,7 @@ class TrainingRun:
             start += ["-m", "accelerate.commands.launch", "--config_file", str(self.launch_file)]
         flags = [word for key, value in self.overrides.items() for word in (f"--{key}", value)]
         flags += ["--resume_from_checkpoint", "true"] if self.resumes else []
-        return [*start, *self.through, RECIPE, str(self.config), "--output_dir", str(self.output_dir), *flags]
+        return [*start, *self.through, self.recipe, str(self.config), "--output_dir", str(self.output_dir), *flags]
 
     def command_line(self) -> str:
         """Return the command in one line to copy, with the launcher's short name."""

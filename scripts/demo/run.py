@@ -8,23 +8,18 @@ Everything printed is measured in this run. It ends with a non-zero exit code wh
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import fetch_model
 from killed_save import Resume
-from launch_training import RECIPE, Record, run_training, show_resume, tail, training_environment
+from launch_training import RECIPE, Record, run_training, show_resume
 from make_dataset import make_dataset
-from rich.console import Console
 from show_results import Results, samples_markdown, show_results
+from stages import console, end, run_command, run_step, show, show_versions, stage
 from training_runs import (
     CONFIG,
     DATA,
@@ -41,72 +36,17 @@ from training_runs import (
     train_until_killed,
 )
 
-PACKAGES = ("hf-fsdp", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "wandb")
 NUM_TRAINING_ROWS, NUM_HELD_OUT_ROWS = 320, 32
 # Not measured idle: docs/results/2026-11-30-demo.md has 5 min 10 s idle without the kill and the resume, and 13 minutes
 # of processor time over both cores with them.
 MINUTES = 5
 
-console = Console(highlight=False)
-began = time.monotonic()
-
-
-def stage(title: str) -> None:
-    """Print the heading of the next part, with the time since the start."""
-    console.print(f"\n[bold]== {title}[/bold]  [dim]({time.monotonic() - began:.0f} s)[/dim]", soft_wrap=True)
-
-
-def show(line: str) -> None:
-    """Print a line whole, however narrow the terminal is."""
-    print(line, flush=True)
-
-
-def show_versions() -> None:
-    """Print what this runs on."""
-    stage("versions")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    console.print(
-        f"Python {platform.python_version()} on {platform.system()}, {os.cpu_count()} CPU cores\n{versions}",
-        soft_wrap=True,
-    )
-
-
-def run_step(script: str, arguments: Sequence[str], num_processes: int = 1) -> None:
-    """Run another file of this folder in processes of its own, its output in a log.
-
-    Raises:
-        SystemExit: it failed; the end of its log is shown.
-    """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    command = [sys.executable, *(launcher if num_processes > 1 else []), str(Path(__file__).with_name(script))]
-    log = LOGS / f"{Path(script).stem}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as stream:
-        finished = subprocess.run(
-            [*command, *arguments], stdout=stream, stderr=stream, env=training_environment(num_processes)
-        )
-    if finished.returncode != 0:
-        raise SystemExit(f"{tail(log)}\nerror: {script} failed (exit {finished.returncode}); all of it: {log}")
-
-
-def run_command(*words: str) -> None:
-    """Run the `hf-fsdp` command as a person would, showing it and what it prints.
-
-    Raises:
-        SystemExit: it failed; the end of its log is shown.
-    """
-    print(f"$ hf-fsdp {' '.join(words)}", flush=True)
-    log = LOGS / f"{words[1]}.log"
-    with log.open("w", encoding="utf-8") as stream:
-        finished = subprocess.run([sys.executable, "-m", "hf_fsdp", *words], stderr=stream, env=training_environment(1))
-    if finished.returncode != 0:
-        raise SystemExit(f"{tail(log)}\nerror: hf-fsdp {words[1]} failed (exit {finished.returncode})")
-
 
 def export_checkpoint(full: bool) -> None:
     """Write the last checkpoint as one whole model, LoRA weights merged in."""
     flags = () if full else ("--merge-lora",)
-    run_command("checkpoint", "export", str(OUTPUT / f"checkpoint-{NUM_STEPS}"), "-o", str(OUTPUT / "model"), *flags)
+    words = ["checkpoint", "export", str(OUTPUT / f"checkpoint-{NUM_STEPS}"), "-o", str(OUTPUT / "model"), *flags]
+    run_command(words, LOGS)
 
 
 def show_next_commands(model: Path) -> None:
@@ -170,7 +110,7 @@ def main() -> None:
     show(f"(here it runs through {KILLER[0]}, which kills it in the save of step {KILLED_STEP})")
     show("Loading, and the evaluation before the first step, print nothing for a while.\n")
     left, killed = train_until_killed(run)
-    run_command("checkpoint", "list", str(OUTPUT))
+    run_command(["checkpoint", "list", str(OUTPUT)], LOGS)
     stage("the same command with --resume_from_checkpoint true --eval_on_start false")
     show(f"$ {resumed_run(run).command_line()}")
     show(f"Steps {left.resumable_step + 1} to {KILLED_STEP} are computed again. Shown are steps and checkpoints.\n")
@@ -182,13 +122,13 @@ def main() -> None:
     show("Running, without output until the results: one training step under TrainingArguments(fsdp=True), then the")
     show("gradients of one step with and without activation checkpointing, by Accelerate's way and by ours.")
     files = {"model": model, "data": train_file, "output": OUTPUT / "compare_stock.json"}
-    run_step("compare_stock.py", _flags(files), num_processes=2)
+    run_step("compare_stock.py", files, LOGS, num_processes=2)
     stage("the last checkpoint as a folder for from_pretrained, and samples from it and from the base model")
-    run_command("checkpoint", "verify", str(OUTPUT))
+    run_command(["checkpoint", "verify", str(OUTPUT)], LOGS)
     export_checkpoint(full)
     show("Running, without output until the results: the base model and the exported one answer held-out questions.")
     files = {"base": model, "model": OUTPUT / "model"}
-    run_step("generate_samples.py", _flags({**files, "data": held_out_file, "output": OUTPUT / "samples.json"}))
+    run_step("generate_samples.py", {**files, "data": held_out_file, "output": OUTPUT / "samples.json"}, LOGS)
 
     stage("results")
     results = read_results(single, resume)
@@ -196,14 +136,7 @@ def main() -> None:
     (OUTPUT / "samples.md").write_text(samples_markdown(results), encoding="utf-8")
     (OUTPUT / "results.json").write_text(json.dumps(results.to_mapping(), indent=2) + "\n", encoding="utf-8")
     show_next_commands(model)
-    unmet = results.unmet_claims()
-    console.print(f"\n{time.monotonic() - began:.0f} s in all, without the installation")
-    if unmet:
-        raise SystemExit("error: the demo did not show what it says: " + "; ".join(unmet))
-
-
-def _flags(values: dict[str, Path]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    end(results.unmet_claims())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ RUN_FILES = sorted((CONFIGS / "train").glob("*.y*ml"))
 
 
 def test_there_are_launch_files() -> None:
-    assert CONFIGS / "fsdp_llama7b.yaml" in LAUNCH_FILES
+    assert {"fsdp_llama7b.yaml", "fsdp_llava7b.yaml"} <= {path.name for path in LAUNCH_FILES}
 
 
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.name)
@@ -38,10 +38,11 @@ def test_a_run_file_has_an_fsdp_section_that_is_accepted(path: Path) -> None:
     assert "distributed_type" not in yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def test_the_committed_launch_file_is_what_its_command_writes() -> None:
-    text = (CONFIGS / "fsdp_llama7b.yaml").read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.name)
+def test_a_committed_launch_file_is_what_its_command_writes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
     (command,) = (line for line in text.splitlines() if line.startswith("# Written by: hf-fsdp "))
     words = command.removeprefix("# Written by: hf-fsdp ").split()
-    assert words[-2:] == ["-o", "configs/fsdp_llama7b.yaml"]
+    assert words[-2:] == ["-o", f"configs/{path.name}"]
     written = CliRunner().invoke(app, words[:-2], catch_exceptions=False).stdout
-    assert written == text.replace(" -o configs/fsdp_llama7b.yaml", "")
+    assert written == text.replace(f" -o configs/{path.name}", "")

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from tests.recipes import tiny
-from tests.recipes.test_text_recipe import _launch, _load_recipe, _losses, _train
+from tests.recipes.launching import losses
+from tests.recipes.test_text_recipe import _launch, _load_recipe, _train
 
 ALPACA = [
     {"instruction": f"Add {i}.", "input": f"{i} and {i}" if i % 2 else "", "output": f"It is {2 * i}."}
@@ -160,7 +161,7 @@ def test_packing_trains_on_two_processes_as_on_one_with_held_out_rows_of_another
     assert "attention: sdpa (auto: no flash attention: the run computes in fp32)" in single
     assert "(messages); alpaca columns" in single
     assert "packing: a packed sample gets the logits it gets alone" in sharded
-    assert _losses(work / "two") == pytest.approx(_losses(work / "one"), rel=1e-5)
+    assert losses(work / "two") == pytest.approx(losses(work / "one"), rel=1e-5)
 
 
 def test_a_preview_leaves_two_processes_cleanly(work: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,39 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_fsdp.data import recipe_arguments
 from tests.recipes import tiny
+from tests.recipes.launching import REPOSITORY, launch, losses, metrics, run_recipe
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "text" / "train.py"
 SHIPPED = [f"{model}_{method}" for model in ("llama2_7b", "llama3_1_8b") for method in ("full", "lora", "qlora")]
 
 
-def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), kept.get("PYTHONPATH"))))
-    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-
-
 def _launch(folder: Path, *arguments: str, processes: int = 1, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(RECIPE), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return launch(RECIPE, folder, *arguments, processes=processes, timeout=timeout)
 
 
 def _train(folder: Path, *arguments: str, processes: int = 1) -> str:
-    done = _launch(folder, *arguments, processes=processes)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done.stdout
-
-
-def _losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in _metrics(folder) if "loss" in line]
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return run_recipe(RECIPE, folder, *arguments, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +63,9 @@ def single(work: Path) -> str:
 def test_one_process_leaves_every_output(work: Path, single: str) -> None:
     names = {path.name for path in (work / "single").iterdir()}
     assert {"final", "metrics.jsonl", "resolved_config.yaml"} <= names
-    assert len(_losses(work / "single")) == 4
-    assert _losses(work / "single")[-1] < _losses(work / "single")[0]
-    assert any("eval_loss" in line and line["step"] == 4 for line in _metrics(work / "single"))
+    assert len(losses(work / "single")) == 4
+    assert losses(work / "single")[-1] < losses(work / "single")[0]
+    assert any("eval_loss" in line and line["step"] == 4 for line in metrics(work / "single"))
 
 
 def test_the_printed_examples_are_the_first_training_samples_with_their_mask(single: str) -> None:
@@ -136,9 +116,9 @@ def test_two_sharded_processes_give_the_losses_of_one(work: Path, single: str) -
     for key in (b"sharded_share", b"weights_checksum", b"hf_fsdp/not_moved"):
         assert key in sent.read_bytes()
     assert list((run / "files" / "media" / "table" / "hf_fsdp").glob("units*.table.json"))
-    one, two = _losses(work / "single"), _losses(work / "sharded")
+    one, two = losses(work / "single"), losses(work / "sharded")
     assert two == pytest.approx(one, rel=1e-5)
-    norms = [[m["grad_norm"] for m in _metrics(work / name) if "grad_norm" in m] for name in ("single", "sharded")]
+    norms = [[m["grad_norm"] for m in metrics(work / name) if "grad_norm" in m] for name in ("single", "sharded")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
     from transformers import AutoModelForCausalLM
@@ -160,13 +140,13 @@ def test_one_process_goes_on_where_two_were_cut_off(work: Path, single: str) -> 
     assert "resume: checkpoint-4 is skipped: incomplete: it has no manifest.json" in output
     assert "resume: sharded/checkpoint-2 (step 2)" in output
     # The file of metrics goes on too: steps 1 and 2 are those of the first launch.
-    assert _losses(folder) == pytest.approx(_losses(work / "single"), rel=1e-5)
-    assert [line["step"] for line in _metrics(folder) if "loss" in line] == [1, 2, 3, 4]
+    assert losses(folder) == pytest.approx(losses(work / "single"), rel=1e-5)
+    assert [line["step"] for line in metrics(folder) if "loss" in line] == [1, 2, 3, 4]
 
 
 def test_the_resolved_config_starts_the_same_run_again(work: Path, single: str) -> None:
     _train(work, "single/resolved_config.yaml", "--output_dir", "again", "--report_to", "none")
-    assert _losses(work / "again") == pytest.approx(_losses(work / "single"), rel=1e-6)
+    assert losses(work / "again") == pytest.approx(losses(work / "single"), rel=1e-6)
 
 
 # PEFT asks transformers by a name that transformers is about to drop.
@@ -183,8 +163,8 @@ def test_qlora_on_two_processes_gives_the_losses_of_one_and_an_adapter_that_load
     assert audit["sharded_share"] == 1.0 and {unit["storage"] for unit in audit["units"]} == {"float32"}
     assert any("14 layers in 4 bits (nf4, scales quantized again)" in note for note in audit["notes"])
     one, two = work / "qlora_one", work / "qlora_two"
-    assert _losses(two) == pytest.approx(_losses(one), rel=1e-5)
-    evaluations = [[m["eval_loss"] for m in _metrics(folder) if "eval_loss" in m] for folder in (one, two)]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    evaluations = [[m["eval_loss"] for m in metrics(folder) if "eval_loss" in m] for folder in (one, two)]
     assert len(evaluations[0]) >= 4 and evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
 
     from peft import AutoPeftModelForCausalLM
@@ -302,7 +282,7 @@ def test_the_command_line_shows_an_error_without_a_traceback(work: Path) -> None
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_run_configs_parse_on_eight_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     train = _load_recipe()
-    monkeypatch.setattr(train, "WORLD_SIZE", 8)
+    monkeypatch.setattr(recipe_arguments, "launched_processes", lambda: 8)
     path = REPOSITORY / "configs" / "train" / f"{name}.yaml"
     fsdp, recipe, script, training, model = train.read_arguments([str(path), "--report_to", "none"])
     assert training.gradient_accumulation_steps * training.per_device_train_batch_size * 8 == recipe.global_batch_size

@@ -13,20 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import hf_fsdp
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_fsdp"
 HEAVY = frozenset({"torch", "transformers", "accelerate", "peft", "trl", "datasets", "wandb"})
 # Where the lazily exported names live, so that `from hf_fsdp import FSDPConfig` counts as what it really imports.
-EXPORTS = {
-    "FSDPConfig": "hf_fsdp.config.schema",
-    "FSDPCallback": "hf_fsdp.integrations.callback",
-    "MetricsCallback": "hf_fsdp.integrations.metrics",
-    "SamplesCallback": "hf_fsdp.integrations.samples",
-    "apply_fsdp": "hf_fsdp.sharding.apply",
-    "build_accelerator": "hf_fsdp.integrations.plain_loop",
-    "load_sharded": "hf_fsdp.checkpoint.start",
-    "set_trainable": "hf_fsdp.policies.model_parts",
-}
+EXPORTS = hf_fsdp._HOMES
 PUBLIC_FOR_RECIPES = frozenset({"hf_fsdp", "hf_fsdp.data"})
 
 
