@@ -52,7 +52,6 @@ def two_parts_run(model: Path) -> TrainingRun:
         "max_steps": str(TWO_PARTS_SAVED),
         "eval_steps": str(TWO_PARTS_SAVED),
         "save_steps": str(TWO_PARTS_SAVED),
-        "learning_rate": "1.0e-3",
         "lr_scheduler_type": "constant_with_warmup",  # a schedule that does not depend on max_steps
         "report_to": "none",
     }

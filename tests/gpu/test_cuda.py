@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
 
-from hf_fsdp import FSDPConfig, apply_fsdp
+from hf_fsdp import FSDPCallback, FSDPConfig, apply_fsdp, set_trainable
 from hf_fsdp.sharding.audit import audit_sharding
+from hf_fsdp.sharding.training_proof import TrainingProof
 from hf_fsdp.torch_private import local_shard
 from tests.distributed.tiny_models import VOCABULARY, build_model
+from tests.distributed.training import build_dataset
+from tests.distributed.vlm_models import build_rows, build_vlm, collate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,6 +133,60 @@ def test_qlora_on_cuda_trains_its_adapters(world_of_one: None, tmp_path: Any) ->
             model(input_ids=ids)
         model.train()
     assert losses[2] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # its outputs hold views, which nobody writes to
+@pytest.mark.parametrize("family", ["llava", "qwen2.5-vl"])
+def test_a_vision_language_model_on_cuda_keeps_its_frozen_tower(family: str, world_of_one: None) -> None:
+    rows = build_rows(family, [1, 0, 1, 1]).rows
+    batch = {name: value.cuda() for name, value in collate(family)(rows).items()}
+    runs = []
+    for is_sharded in (False, True):
+        model = build_vlm(family)
+        set_trainable(model, ["language", "projector"])
+        if is_sharded:
+            apply_fsdp(model, FSDPConfig(precision="fp32", activation_checkpointing="full"))
+        else:
+            model.cuda()
+        proof = TrainingProof(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            proof.observe_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.item()))
+        runs.append(losses)
+        assert sum(part.num_frozen_changed for part in proof.compare(model).parts) == 0
+    assert runs[1] == pytest.approx(runs[0], abs=1e-4)
+
+
+def test_weights_copied_behind_training_are_those_of_their_step(tmp_path: Any) -> None:
+    found = []
+    for is_async in (False, True):
+        config = FSDPConfig(checkpoint={"async_save": is_async})
+        arguments = TrainingArguments(
+            str(tmp_path / str(is_async)),
+            max_steps=3,
+            save_steps=1,
+            per_device_train_batch_size=4,
+            report_to=[],
+            seed=0,
+        )
+        trainer = Trainer(
+            model=build_model("llama", tied=False),
+            args=arguments,
+            train_dataset=build_dataset(12),
+            callbacks=[FSDPCallback(config)],
+        )
+        trainer.train()
+        files = sorted((tmp_path / str(is_async)).glob("checkpoint-*/*/shard-*.safetensors"))
+        found.append([load_file(path) for path in files])
+    assert len(found[0]) == len(found[1]) >= 6
+    for expected, actual in zip(*found, strict=True):
+        assert expected.keys() == actual.keys() and all(expected[name].equal(actual[name]) for name in expected)
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
