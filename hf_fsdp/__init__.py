@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_fsdp.integrations.answers import AnswersCallback
     from hf_fsdp.integrations.callback import FSDPCallback
     from hf_fsdp.integrations.metrics import MetricsCallback
-    from hf_fsdp.integrations.part_rates import set_part_rates
+    from hf_fsdp.integrations.part_rates import check_part_rates, set_part_rates
     from hf_fsdp.integrations.plain_loop import build_accelerator
     from hf_fsdp.integrations.samples import SamplesCallback
     from hf_fsdp.integrations.wandb import prepare_wandb, wandb_sync_line
@@ -41,6 +41,7 @@ __all__ = [
     "audit_sharding",
     "build_accelerator",
     "check_lora_targets",
+    "check_part_rates",
     "describe_parts",
     "draw_answer_grid",
     "four_bit_skips",
@@ -64,6 +65,7 @@ _HOMES = {
     "load_sharded": "hf_fsdp.checkpoint.start",
     "set_trainable": "hf_fsdp.policies.model_parts",
     "AnswersCallback": "hf_fsdp.integrations.answers",
+    "check_part_rates": "hf_fsdp.integrations.part_rates",
     "set_part_rates": "hf_fsdp.integrations.part_rates",
     "plan_lora": "hf_fsdp.policies.lora_targets",
     "four_bit_skips": "hf_fsdp.policies.four_bit_parts",

@@ -5,9 +5,6 @@ from __future__ import annotations
 import atexit
 import threading
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
-
 from hf_fsdp.checkpoint.host_copy import HostCopy, HostMemory
 from hf_fsdp.checkpoint.staged import SavedCheckpoint, StagedSave, cleaned_up
 from hf_fsdp.checkpoint.write import finish_save
@@ -33,7 +30,6 @@ class BackgroundSave:
         self._error: BaseException | None = None
         self._flag = EventualFlag()
         self._copy: HostCopy | None = None
-        self._hook: RemovableHandle | None = None
         self._memory: HostMemory = {}  # that saves are copied into, kept from one to the next
 
     @property
@@ -41,13 +37,20 @@ class BackgroundSave:
         return self._thread is not None
 
     def start(self, staged: StagedSave) -> None:
-        """Copy and write `staged` behind training. The one before must have ended: see `wait`."""
+        """Copy and write `staged` behind training. The one before must have ended: see `wait`.
+
+        One of another Trainer, which an error has ended, is waited for: threads that agree at the same time on the one
+        group would take each other's answers.
+        """
         assert self._thread is None
+        for thread in _exit_threads:
+            thread.join()
         group = background_group() if world_size() > 1 else None
         self._saved = self._error = None
         with cleaned_up(staged):
             copy = agreed(staged.action, lambda: HostCopy(staged, self._memory))
-        self._copy, self._hook = copy, register_optimizer_step_pre_hook(lambda *_: self.let_weights_change())
+        self._copy = copy
+        copy.hold_weights()
 
         def run() -> None:
             try:
@@ -59,15 +62,18 @@ class BackgroundSave:
 
         # A daemon: a process that ends must not wait for the other ranks without a limit.
         self._thread = threading.Thread(target=run, name="hf-fsdp-save", daemon=True)
-        _wait_at_exit(self._thread)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # this process gets no more threads, and the other ranks' saves count on it
+            run()
+        else:
+            _wait_at_exit(self._thread)
 
     def let_weights_change(self) -> None:
         """Wait until this rank's weights are copied; not collective. Every optimizer waits by itself."""
-        if self._copy is not None and self._hook is not None:
+        if self._copy is not None:
             self._copy.wait()
-            self._hook.remove()
-            self._copy = self._hook = None
+            self._copy = None
 
     def poll(self) -> SavedCheckpoint | None:
         """Return the save once all ranks know that it is committed, or None; raises what it failed with.
@@ -89,7 +95,8 @@ class BackgroundSave:
             return None
         if self._flag.is_in_flight:
             self._flag.read()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
         self.let_weights_change()
         self._thread = None
         saved, error = self._saved, self._error

@@ -11,12 +11,19 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_fsdp.checkpoint.staged import SafetensorsFile, StagedSave
 from hf_fsdp.errors import CheckpointError
 from hf_fsdp.storage.safetensors_file import TensorToWrite
 
 HostMemory = dict[str, torch.Tensor]
+
+# What every optimizer's step waits for, of whatever model: hooks know no better. Torch has one hook for all, which
+# stays: one that removes itself breaks the loop over the others.
+_unfinished: list[HostCopy] = []
+_hooks: list[object] = []
 
 
 class HostCopy:
@@ -34,10 +41,18 @@ class HostCopy:
         self._copies: HostMemory = {}
         self._waiting: list[tuple[str, torch.Tensor]] = []
         self._ended = threading.Event()
-        # A change of a sharded tensor counts in the tensor itself and not in its local part.
-        self._versions = [(name, tensor, _version_of(tensor)) for name, tensor in staged.live.items()]
-        # On a device: what was queued before, an optimizer step among it, comes before the copies.
-        self._ready = torch.accelerator.current_stream().record_event() if torch.accelerator.is_available() else None
+        # A change of a sharded tensor counts in the tensor itself, one of this rank's part only in that part.
+        self._versions = [
+            (name, part, _version_of(part))
+            for name, tensor in staged.live.items()
+            for part in (tensor, _part_of(tensor))
+        ]
+        # On a device: what was queued before, an optimizer step among it, comes before the copies. A thread begins on
+        # the first device, not on this process's.
+        self._ready = self._device = None
+        if torch.accelerator.is_available():
+            self._ready = torch.accelerator.current_stream().record_event()
+            self._device = torch.accelerator.current_stream().device
         for index, file in enumerate(staged.files):
             tensors = []
             for tensor in file.tensors:
@@ -55,6 +70,12 @@ class HostCopy:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
+    def hold_weights(self) -> None:
+        """Let every optimizer's step wait for `run`, which must follow."""
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_wait_for_unfinished))
+        _unfinished.append(self)
+
     def run(self) -> None:
         """Copy the rest; in a thread.
 
@@ -65,7 +86,7 @@ class HostCopy:
             if self._ready is None:
                 self._copy_waiting()
             else:
-                stream = torch.Stream(device=torch.accelerator.current_accelerator())
+                stream = torch.Stream(device=self._device)
                 stream.wait_event(self._ready)
                 with stream:
                     self._copy_waiting()
@@ -82,6 +103,7 @@ class HostCopy:
             self._waiting.clear()
             self._versions.clear()
             self._ended.set()
+            _unfinished.remove(self)
 
     def wait(self) -> None:
         """Wait until the weights may change; not collective, and not about how the copy went."""
@@ -100,6 +122,17 @@ class HostCopy:
 
     def _reader(self, key: str) -> Callable[[], torch.Tensor]:
         return lambda: self._copies[key]
+
+
+def _wait_for_unfinished(*_: object) -> None:
+    for copy in tuple(_unfinished):
+        copy.wait()
+
+
+@torch.no_grad()
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, which counts changes with every other view of it; that of a detached one does not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _version_of(value: torch.Tensor) -> int | None:

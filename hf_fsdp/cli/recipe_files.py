@@ -56,7 +56,8 @@ class Recipe:
     @property
     def extras(self) -> str:
         """What must be installed beside the package itself."""
-        return "recipes,quantization" if self.method == "qlora" else "recipes"
+        vision = ",vision" if Path(self.script).parent.name == "vlm" else ""
+        return f"recipes{vision}{',quantization' if self.method == 'qlora' else ''}"
 
 
 def find_recipes() -> list[Recipe]:

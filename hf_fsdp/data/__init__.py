@@ -25,6 +25,7 @@ from hf_fsdp.data.formats import FORMATS
 from hf_fsdp.data.four_bits import settle_four_bits
 from hf_fsdp.data.generation import prepare_generation_config
 from hf_fsdp.data.image_checks import check_images
+from hf_fsdp.data.image_settings import check_image_settings
 from hf_fsdp.data.images import (
     ImageDataReport,
     ImageExamples,
@@ -34,6 +35,7 @@ from hf_fsdp.data.images import (
     check_image_data,
     open_image,
     read_image_examples,
+    read_image_splits,
 )
 from hf_fsdp.data.lengths import LengthReport, check_lengths, measure_lengths
 from hf_fsdp.data.loading import load_splits, pick_split, select_eval_examples
@@ -46,8 +48,10 @@ from hf_fsdp.data.preview import (
 )
 from hf_fsdp.data.processors import image_token_counts, load_processor
 from hf_fsdp.data.recipe_arguments import RecipeRun, read_recipe_arguments
-from hf_fsdp.data.run_config import RunConfig, override, read_mapping, read_run_config, write_run_config
+from hf_fsdp.data.run_config import RunConfig, override, read_run_config, write_run_config
 from hf_fsdp.data.run_folder import check_output_dir, find_resume_checkpoint
+from hf_fsdp.data.setting_values import read_mapping, read_names
+from hf_fsdp.data.vision_model import build_outline, choose_parts, read_vision_config
 from hf_fsdp.errors import ConfigError, DataError, HfFsdpError, ModelAccessError, Problem
 
 __all__ = [
@@ -67,13 +71,16 @@ __all__ = [
     "RecipeRun",
     "RunConfig",
     "add_lengths",
+    "build_outline",
     "check_image_data",
+    "check_image_settings",
     "check_images",
     "check_lengths",
     "check_model_access",
     "check_output_dir",
     "check_packing",
     "choose_attention",
+    "choose_parts",
     "compute_dtype",
     "find_resume_checkpoint",
     "find_stop_token_id",
@@ -98,10 +105,13 @@ __all__ = [
     "read_chat_template",
     "read_examples",
     "read_image_examples",
+    "read_image_splits",
     "read_mapping",
+    "read_names",
     "read_recipe_arguments",
     "read_run_config",
     "read_train_and_held_out",
+    "read_vision_config",
     "rename_columns",
     "resolve_accumulation_steps",
     "resolve_chat_template",

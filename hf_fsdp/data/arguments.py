@@ -36,6 +36,11 @@ _NUMBERS: dict[str, _Range] = {
     "lora_r": _Range(1, "16"),
     "print_examples": _Range(0, "2"),
     "preview": _Range(0, "2"),
+    "answers": _Range(0, "64"),
+    "answer_tokens": _Range(1, "32"),
+    "min_pixels": _Range(1, "3136"),
+    "max_pixels": _Range(1, "1003520"),
+    "dataloader_num_workers": _Range(0, "4"),
     "seed": _Range(0, "42", most=2**32 - 1),
     "data_seed": _Range(0, "42", most=2**32 - 1),
 }

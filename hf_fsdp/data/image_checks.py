@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def check_images(dataset: Dataset, collator: ImageTextCollator, num_samples: str, *, what: str) -> Dataset:
+def check_images(dataset: Dataset, collator: ImageTextCollator, num_samples: str | int, *, what: str) -> Dataset:
     """Pass samples through all that training does with them, each process its share; collective.
 
     Args:
@@ -49,12 +50,16 @@ def check_images(dataset: Dataset, collator: ImageTextCollator, num_samples: str
     return dataset
 
 
-def _read_count(text: str) -> int | str:
+def _read_count(value: Any) -> int | str:
+    """A file gives a number as a number, a command line as text."""
+    text = value.strip().lower() if isinstance(value, str) else value
     if text == "all":
+        return "all"
+    if isinstance(text, str) and re.fullmatch(r"[0-9]+", text):
+        return int(text)
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    if not text.isdigit():
-        raise DataError(f"check_data={text!r} is neither a number of samples nor all", fix="check_data: all")
-    return int(text)
+    raise DataError(f"check_data={value!r} is neither a number of samples nor all", fix="check_data: all   or   0")
 
 
 def _share_of_cores(num_samples: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ def select_eval_examples(
             fix="leave one of them out",
         )
     if eval_file:
-        held_out = load_splits(eval_file)
+        held_out = _load_eval_file(eval_file)
         return train, held_out.get(eval_split or "test") or next(iter(held_out.values()))
     if eval_fraction is not None:
         num_held_out = round(len(train) * eval_fraction)
@@ -103,6 +104,20 @@ def select_eval_examples(
             fix="eval_fraction: 0.05   or   eval_file: FILE   or   eval_strategy: 'no'",
         )
     return train, splits[eval_split]
+
+
+def _load_eval_file(eval_file: str) -> dict[str, Dataset]:
+    """Load held-out examples; what is wrong with them is told by the key that they were given by."""
+    try:
+        return load_splits(eval_file)
+    except DataError as error:
+        problems = [
+            replace(
+                item, **{name: getattr(item, name).replace("dataset_name", "eval_file") for name in ("message", "fix")}
+            )
+            for item in error.problems
+        ]
+        raise DataError(problems) from error
 
 
 def pick_split(splits: Mapping[str, Dataset], split: str, key: str) -> Dataset:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 _MAX_CHARS = 600
+_MANY_EQUAL = 9
 # Samples that lose their whole answer to the cut are dropped; so many stand by for one that is shown.
 _SPARE = 20
 
@@ -37,7 +38,7 @@ def format_collated_examples(dataset: Dataset, collator: Any, tokenizer: Any, co
         count: how many.
     """
     rows = dataset.select(range(min(count, len(dataset))))
-    shown = [_collated(collator([row])) for row in rows]
+    shown = [{**_collated(collator([row])), "name": _name(row)} for row in rows]
     text = format_examples(shown, tokenizer)
     return text if len(shown) == count else f"{text}\n(there are no more than {len(shown)} training examples to show)"
 
@@ -96,6 +97,14 @@ def _smallest_model(tokenizer: Any) -> Any:
     )
 
 
+def _name(row: dict[str, Any]) -> str:
+    """Return what tells a row with pictures from others: its id, and the pictures that were read."""
+    if "images" not in row:
+        return ""
+    pictures = [image.get("path") or "bytes" for image in row["images"] or ()]
+    return f" ({', '.join([str(row.get('id')), *pictures])})"
+
+
 def _collated(batch: dict[str, Any]) -> dict[str, Any]:
     labels = batch["labels"][0].tolist()
     starts = [0]
@@ -111,7 +120,8 @@ def _format_example(number: int, row: dict[str, Any], tokenizer: Any) -> str:
     starts: Sequence[int] = row.get("starts") or [0]
     num_learned = sum(label != IGNORED for label in labels)
     packed = f" in {len(starts)} packed samples" if len(starts) > 1 else ""
-    lines = [f"training example {number}: {len(ids)} tokens{packed}, {num_learned} count in the loss"]
+    name = row.get("name") or ""
+    lines = [f"training example {number}{name}: {len(ids)} tokens{packed}, {num_learned} count in the loss"]
     for index, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True), start=1):
         if packed:
             lines.append(f"  sample {index}, which sees no other:")
@@ -122,12 +132,27 @@ def _format_example(number: int, row: dict[str, Any], tokenizer: Any) -> str:
 def _format_runs(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> list[str]:
     lines = []
     for learned, run in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED):
-        text = _shorten(tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
+        text = _shorten(_decode([token for token, _ in run], tokenizer))
         # A newline is shown by its sign too: whether the one after an answer counts is what people get wrong.
         body = text.replace("\n", "\\n\n")
         for index, line in enumerate(body.removesuffix("\n").split("\n")):
             lines.append(f"  {('loss' if learned else '-') if index == 0 else '':<5}| {line}")
     return lines
+
+
+def _decode(ids: Sequence[int], tokenizer: Any) -> str:
+    """Return the text of some tokens; of many equal ones in a row, a picture's, one and their number."""
+    parts: list[str] = []
+    waiting: list[int] = []
+    for token, same in ((token, len(list(group))) for token, group in groupby(ids)):
+        if same < _MANY_EQUAL:
+            waiting += [token] * same
+            continue
+        parts += [tokenizer.decode(waiting, skip_special_tokens=False)] if waiting else []
+        parts.append(f"{tokenizer.decode([token], skip_special_tokens=False)} x {same}")
+        waiting = []
+    parts += [tokenizer.decode(waiting, skip_special_tokens=False)] if waiting else []
+    return " ".join(parts)
 
 
 def _shorten(text: str) -> str:

@@ -18,6 +18,14 @@ from hf_fsdp.config.values import shown, yaml_value
 from hf_fsdp.errors import ConfigError, Problem, nearest_names
 from hf_fsdp.policies.other_tools import KNOWN_KEYS, answer_other_tools
 
+# Names that these settings had in older releases or have elsewhere; the nearest spelling would be another setting.
+_RENAMED = {
+    "group_by_length": "train_sampling_strategy",
+    "max_seq_length": "max_length",
+    "cutoff_len": "max_length",
+    "torch_dtype": "dtype",
+    "evaluation_strategy": "eval_strategy",
+}
 _WORDS = ("eval_strategy", "save_strategy", "logging_strategy")
 
 
@@ -114,27 +122,6 @@ def override(config: FSDPConfig, changes: Mapping[str, str]) -> FSDPConfig:
     if problems:
         raise ConfigError(problems)
     return FSDPConfig.from_mapping(values, source="the run config and the command line")
-
-
-def read_mapping(value: Mapping[str, Any] | str | None, key: str) -> dict[str, Any]:
-    """Return a setting that a file gives as a mapping and a command line as its text; empty without one.
-
-    Args:
-        value: ``{projector: 2.0e-5}``, as YAML has read it or not.
-        key: the setting's name, for the message.
-
-    Raises:
-        ConfigError: the text is no mapping.
-    """
-    import yaml
-
-    try:
-        read = yaml.safe_load(value) if isinstance(value, str) else value
-    except (yaml.YAMLError, ValueError):
-        read = value
-    if not isinstance(read, Mapping | None):
-        raise ConfigError(f"{key}={value!r} is not a mapping", fix=f"--{key} '{{projector: 2.0e-5}}'")
-    return dict(read or {})
 
 
 def write_run_config(path: str | Path, fsdp: FSDPConfig, groups: Sequence[Any]) -> None:
@@ -247,15 +234,24 @@ def _unknown_flags(flags: Sequence[str], known_keys: Collection[str]) -> Iterato
         yield Problem(
             message=f"--{name} is not a flag of this recipe",
             near=", ".join(f"--{key}" for key in near) or None,
-            fix=f"--{near[0]} {shlex.quote(value) if value else ''}".rstrip() if near else f"remove {flag}",
+            fix=f"--{near[0]} {shlex.quote(_renamed_value(name, value))}".removesuffix(" ''")
+            if near
+            else f"remove {flag}",
             source="the command line",
         )
+
+
+def _renamed_value(name: Any, value: Any) -> str:
+    """Return what a setting's value is called under its new name: a switch became a choice."""
+    return str(name) if name == "group_by_length" else str(value)
 
 
 def _near_keys(name: str, known_keys: Collection[str]) -> list[str]:
     """Return similar keys; a section of the fsdp config that lost its `fsdp.` comes first."""
     if name in SECTION_FIELDS or name in DOTTED_KEYS:
         return [f"fsdp.{name}"]
+    if _RENAMED.get(name) in known_keys:
+        return [_RENAMED[name]]
     return nearest_names(name, sorted(known_keys))
 
 
@@ -298,7 +294,7 @@ def _read_file(
             )
         elif key != "fsdp" and key not in known_keys and key not in others:
             near = _near_keys(str(key), known_keys)
-            fix = f"{near[0]}: {data[key]}" if near else f"remove {key}"
+            fix = f"{near[0]}: {_renamed_value(key, data[key])}" if near else f"remove {key}"
             if near and near[0].startswith("fsdp."):
                 fix = f"fsdp: {{{key}: {yaml_value(data[key])}}}"
             problems.append(

@@ -85,6 +85,7 @@ class FSDPCallback(TrainerCallback):
         self._single_process = False
         self._prove_training = prove_training
         self._proof: TrainingProof | None = None
+        self._first_step = 0
         self.preemption = Preemption()
         self.checkpoints = Checkpoints(self._say, self.preemption)
         # Before Trainer builds its Accelerator: on CPU, Accelerate would drop the FSDP plugin.
@@ -170,6 +171,7 @@ class FSDPCallback(TrainerCallback):
             backend.begin_training(model, raw_optimizer(optimizer))
         hold_frozen_statistics(model)
         self._proof = TrainingProof(model) if self._prove_training else None
+        self._first_step = state.global_step
         watch_training_data(train_dataloader, args)
         self.checkpoints.resume.restore_running_loss()
         self.checkpoints.test(model, None if args.save_strategy == SaveStrategy.NO else Path(args.output_dir))
@@ -246,7 +248,9 @@ class FSDPCallback(TrainerCallback):
         proof, self._proof = self._proof, None
         if proof is None or model is None:
             return
-        report = proof.compare(model)
+        best = state.best_global_step if args.load_best_model_at_end and state.best_model_checkpoint else None
+        is_earlier = best is not None and best <= self._first_step < state.global_step
+        report = proof.compare(model, earlier_step=best if is_earlier else None)
         self._say(*report.lines())
         if self._attached is not None:
             self._attached.end_training(report)

@@ -140,4 +140,6 @@ def restore_schedule(scheduler: Any, optimizer: Optimizer, saved: dict[str, Any]
 def restore_running_loss(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Let the first log after a resume average over the steps since the last log before it, as without a break."""
     trainer._tr_loss = torch.tensor(saved["since_last_log"], device=trainer.args.device)
+    # Trainer's total is divided by the steps of this run alone, and the first log adds those of the run before.
+    trainer._total_loss_scalar = -float(saved["since_last_log"])
     trainer._globalstep_last_logged = int(saved["last_logged_step"])

@@ -90,6 +90,8 @@ class Checkpoints:
         if self.config.async_save:
             self._after_commit = after_commit
             self._background.start(staged)
+            if hasattr(raw_optimizer(trainer.optimizer), "train"):
+                self.let_weights_change()  # schedule-free: Trainer calls it before the next forward, and weights move
             return
         self._committed(finish_save(staged))
         if after_commit is not None:

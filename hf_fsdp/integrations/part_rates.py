@@ -153,7 +153,7 @@ def split_groups(
     rates: Mapping[str, float],
     decays: Mapping[str, float],
 ) -> None:
-    """Split the groups of a fresh optimizer by part, in place; parts without a value stay together and come first.
+    """Split the groups of a fresh optimizer by part, in place; parts without a rate come first.
 
     Args:
         model: whose parameters the optimizer holds.
@@ -179,7 +179,7 @@ def split_groups(
             if part is not None and part in decays and "weight_decay" in group:
                 own["weight_decay"] = float(decays[part]) if decays_at_all else 0.0
             split.append(own)
-    split.sort(key=lambda group: PART in group)  # Trainer logs the first group's rate
+    split.sort(key=lambda group: group.get(PART) in rates)  # Trainer logs the first group's rate
     optimizer.param_groups[:] = split
 
 

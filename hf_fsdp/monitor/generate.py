@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp.monitor.samples import Prompt, cut_at
 from hf_fsdp.policies.blocks import base_model
@@ -102,10 +103,25 @@ def generate_batch(
     ends += [token for token in stop_token_ids if token not in ends]
     settings.eos_token_id = ends or None
     inputs = {name: _moved(value, device, dtype) for name, value in batch.items()}
-    tokens = model.generate(**inputs, generation_config=settings, synced_gpus=synced)
+    with _one_dtype(model, device):
+        tokens = model.generate(**inputs, generation_config=settings, synced_gpus=synced)
     is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
     start = 1 if is_encoder_decoder else inputs["input_ids"].shape[1]
     return [cut_at(row[start:], ends) for row in tokens.tolist()]
+
+
+def _one_dtype(model: nn.Module, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return autocast for weights of several dtypes: a projector in fp32 behind a tower in bf16, in one process.
+
+    Accelerate computes a forward so, and `generate` runs the towers outside of any forward. A sharded model casts by
+    itself.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    low = [p.dtype for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
+    is_mixed = bool(low) and len({parameter.dtype for parameter in parameters}) > 1
+    if not is_mixed or any(isinstance(parameter, DTensor) for parameter in parameters):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=low[0])
 
 
 @contextlib.contextmanager

@@ -225,7 +225,7 @@ def _answer_rate_or_stray(key: str, value: Any, tool: _Tool, source: str | None)
         if key in other.rates:
             return Problem(
                 message=f"{key}={value} is {other.name}'s name for the learning rate of the {other.rates[key]}",
-                fix=f"part_learning_rate: {{{other.rates[key]}: {value}}}",
+                fix=f"part_learning_rate: {{{other.rates[key]}: {_rate(value)}}}",
                 source=source,
             )
     owner = next(other for other in _TOOLS if other.knows([key]))
@@ -278,3 +278,11 @@ def _matches(pattern: str, name: str) -> bool:
     except re.error:
         return False
     return any(compiled.match(known) for known in (name, name.removeprefix("model.")))
+
+
+def _rate(value: Any) -> str:
+    """Return a rate as YAML reads it: 2e-5 without a point is text there."""
+    try:
+        return f"{float(value):.1e}"
+    except (TypeError, ValueError):
+        return str(value)

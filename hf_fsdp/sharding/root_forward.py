@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from hf_fsdp.policies.forward_source import forward_functions
 from hf_fsdp.policies.packed_rows import keep_packed_rows_apart
+from hf_fsdp.sharding.compute_dtype import answer_compute_dtype
 
 # Functions whose result is a loss. A sum over a batch in bf16 keeps 8 bits; autocast runs them in float32, and so do
 # transformers' causal language models by themselves, but not its T5, BERT or ViT.
@@ -49,6 +51,7 @@ def install_root_hooks(model: nn.Module, compute: torch.dtype, units: Iterable[n
     """
     if compute is not torch.float32:
         names = tuple(inspect.signature(model.forward).parameters)
+        answer_compute_dtype(model, compute)
         model.register_forward_pre_hook(functools.partial(_cast_inputs, compute, names), with_kwargs=True)
         if any(_has_loss_function(function) for module in model.modules() for function in forward_functions(module)):
             _compute_losses_in_float32(model)
@@ -112,7 +115,11 @@ def _cast_inputs(
 
     def cast_input(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: cast_input(str(key), item) for key, item in value.items()}
+            # Of its own class: `generate` hands over what a tower or an encoder returned, read by attribute.
+            same = copy.copy(value)
+            for key, item in value.items():
+                same[key] = cast_input(str(key), item)  # ModelOutput refuses `update`
+            return same
         return value if _TARGET.search(name) else tree_map(cast, value)
 
     named = (*names, *("" for _ in args))

@@ -48,11 +48,20 @@ class PartProof:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a training changed, by part; the same on every rank."""
+    """What a training changed, by part; the same on every rank.
+
+    Args:
+        parts: one row each.
+        num_steps: steps of this training.
+        changed_frozen: names of frozen tensors that differ.
+        earlier_step: the step whose weights the model has now, where those are from before this training's first step:
+            a resumed run that did not get better loads its best ones. What moved is then not to be seen.
+    """
 
     parts: tuple[PartProof, ...]
     num_steps: int
     changed_frozen: tuple[str, ...] = ()
+    earlier_step: int | None = None
 
     def lines(self) -> list[str]:
         """Return a line for each part, and one for each kind of tensor that was to be trained and was not.
@@ -62,21 +71,28 @@ class TrainingReport:
         lines: list[str] = []
         if self.num_steps == 0:
             return lines
+        if self.earlier_step is not None:
+            lines.append(
+                f"the best weights are those of step {self.earlier_step}, from before this training's {self.num_steps} "
+                "steps; what these moved is not in them"
+            )
         for row in self.parts:
             said = []
-            if row.num_trained:
+            if row.num_trained and self.earlier_step is None:
                 said.append(f"{row.num_moved} of {row.num_trained} trained tensors moved")
             if row.num_frozen:
                 kept = row.num_frozen - row.num_frozen_changed
                 said.append(f"{kept} of {row.num_frozen} frozen tensors are bit for bit what they were")
-            lines.append(f"{row.part}: {', '.join(said)}")
+            lines += [f"{row.part}: {', '.join(said)}"] if said else []
+            if self.earlier_step is not None:
+                continue
             if row.never_got_a_gradient:
                 lines.append(
                     f"{row.part}: {_some(row.never_got_a_gradient)} never got a gradient, which is normal where the "
                     "model does not use its output (features from an inner layer); freezing it saves its optimizer "
                     "state"
                 )
-            if row.did_not_move:
+            if row.did_not_move and self.num_steps > 1:  # at the first step of LoRA half of its gradients are zero
                 lines.append(
                     f"warning: {row.part}: {_some(row.did_not_move)} got gradients and did not move: is the learning "
                     "rate larger than the rounding of what is stored (bf16-true)?"
@@ -111,8 +127,12 @@ class TrainingProof:
             if name in self._without_gradient and parameter.grad is not None:
                 self._without_gradient.discard(name)
 
-    def compare(self, model: nn.Module) -> TrainingReport:
+    def compare(self, model: nn.Module, *, earlier_step: int | None = None) -> TrainingReport:
         """Return what has changed since the beginning; collective.
+
+        Args:
+            model: at the end.
+            earlier_step: see `TrainingReport`.
 
         Raises:
             ShardingError: on every rank, when a frozen tensor differs on any.
@@ -127,7 +147,9 @@ class TrainingProof:
         is_trained = {
             name: self._is_trained.get(name, False) or now.requires_grad for name, now in model.named_parameters()
         }
-        report = replace(_report(self._parts, is_trained, changed, never), num_steps=self._num_steps)
+        report = replace(
+            _report(self._parts, is_trained, changed, never), num_steps=self._num_steps, earlier_step=earlier_step
+        )
         if report.changed_frozen:
             ranks = [rank for rank, (names, _) in enumerate(everyone) if names & set(report.changed_frozen)]
             raise ShardingError(_problem(report, self._parts, ranks))

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 from hf_fsdp import (
     AnswersCallback,
     FSDPCallback,
     MetricsCallback,
+    check_part_rates,
     data,
     four_bit_skips,
     load_sharded,
@@ -77,7 +78,7 @@ REFUSED = {  # an ignored setting would be worse than none
     "use_liger_kernel": ("is not proven on sharded weights", "remove it"),
     "activation_offloading": ("is not proven on sharded weights", "fsdp: {offload: activations}"),
     "dataset_streaming": ("cannot be checked before training", "remove dataset_streaming"),
-    "packing": ("would mix the pictures of several samples", "group_by_length: true, which leaves little padding"),
+    "packing": ("would mix the pictures of samples", "train_sampling_strategy: group_by_length, for little padding"),
     "chat_template_path": ("has another name here", "chat_template: JINJA_FILE"),
 }
 
@@ -93,36 +94,30 @@ def load_examples(
 ) -> tuple[data.ImageExamples, data.ImageExamples | None]:
     """Return the training examples and the held-out ones (or None), as conversations with pictures."""
     is_held_out = recipe.eval_file or recipe.eval_fraction or training.eval_strategy != "no" or training.eval_on_start
-    rows, held_out_rows = data.select_eval_examples(
+    examples, held_out = data.read_image_splits(
         data.load_splits(script.dataset_name, config=script.dataset_config),
         script.dataset_train_split,
         script.dataset_test_split if is_held_out or recipe.answers else None,
+        source=script.dataset_name,
         eval_file=recipe.eval_file,
         eval_fraction=recipe.eval_fraction,
         seed=training.seed,
+        image_folder=recipe.image_folder,
+        renames=recipe.rename_columns or [],
+        allow_urls=recipe.allow_image_urls,
+        question=recipe.question,
     )
-    reading: dict[str, Any] = {
-        "image_folder": recipe.image_folder,
-        "renames": recipe.rename_columns or [],
-        "allow_urls": recipe.allow_image_urls,
-        "question": recipe.question,
-    }
-    examples = data.read_image_examples(rows, source=script.dataset_name, **reading)
-    held_out = None
-    if held_out_rows is not None:
-        held_out = data.read_image_examples(held_out_rows, source=recipe.eval_file or script.dataset_name, **reading)
     count = len(held_out.dataset) if held_out else "none"
-    say(f"data: {len(rows)} training examples, {count} held out; {examples.line}")
+    say(f"data: {len(examples.dataset)} training examples, {count} held out; {examples.line}")
     return examples, held_out
 
 
-def load_model(recipe: RecipeArguments, training: SFTConfig, args: ModelConfig, name: str, attention: str) -> Any:
+def load_model(recipe: RecipeArguments, args: ModelConfig, name: str, attention: str, source: dict[str, Any]) -> Any:
     """Return the model, each process reading only what it keeps, with the parts frozen that are not trained."""
-    source = {"revision": args.model_revision, "trust_remote_code": training.trust_remote_code}
     quantization = get_quantization_config(args)  # None without load_in_4bit
     if quantization is not None:
-        parts = recipe.lora_parts or ["language"]
-        quantization.llm_int8_skip_modules = four_bit_skips(AutoConfig.from_pretrained(name, **source), parts)
+        config = data.read_vision_config(name, **source)
+        quantization.llm_int8_skip_modules = four_bit_skips(config, recipe.lora_parts or [])
     model = load_sharded(
         AutoModelForImageTextToText,
         name,
@@ -132,19 +127,22 @@ def load_model(recipe: RecipeArguments, training: SFTConfig, args: ModelConfig, 
         **source,
     )
     if not args.use_peft:
-        set_trainable(model, recipe.trainable or ["language", "projector"])
+        set_trainable(model, recipe.trainable or [])
     return model
 
 
-def choose_adapters(recipe: RecipeArguments, args: ModelConfig, model: Any) -> Any:
-    """Return PEFT's config for the layers of the chosen parts only; None without `use_peft`."""
-    if (config := get_peft_config(args)) is None:
-        return None
-    kinds = args.lora_target_modules or "all-linear"
-    plan = plan_lora(model, recipe.lora_parts or ["language"], kinds, train_in_full=recipe.trainable or [])
-    config.target_modules, config.modules_to_save = plan.target_modules, plan.modules_to_save
-    for line in plan.lines():
-        say(line)
+def choose_adapters(recipe: RecipeArguments, args: ModelConfig, outline: Any, rates: Any) -> Any:
+    """Return PEFT's config for the layers of the chosen parts, None without `use_peft`; `outline` has no weights."""
+    config = get_peft_config(args)
+    if config is not None:
+        kinds = args.lora_target_modules or "all-linear"
+        plan = plan_lora(outline, recipe.lora_parts or [], kinds, train_in_full=recipe.trainable or [])
+        config.target_modules, config.modules_to_save = plan.target_modules, plan.modules_to_save
+        for line in plan.lines():
+            say(line)
+    set_trainable(outline, [*(recipe.trainable or []), *(recipe.lora_parts or [])])
+    if problems := check_part_rates(outline, *rates):
+        raise data.ConfigError(problems)
     return config
 
 
@@ -156,6 +154,13 @@ def main(argv: list[str]) -> None:
     name, output = model_args.model_name_or_path, Path(training.output_dir)
     source = {"revision": model_args.model_revision, "trust_remote_code": training.trust_remote_code}
 
+    parts = data.choose_parts(recipe.trainable, recipe.lora_parts, use_peft=model_args.use_peft)
+    recipe.trainable, recipe.lora_parts = parts
+    rates = (
+        data.read_mapping(recipe.part_learning_rate, "part_learning_rate"),
+        data.read_mapping(recipe.part_weight_decay, "part_weight_decay"),
+    )
+
     # What costs seconds comes before what costs minutes.
     resume = data.find_resume_checkpoint(training.resume_from_checkpoint, output)
     data.check_output_dir(output)
@@ -163,6 +168,10 @@ def main(argv: list[str]) -> None:
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # an adapter names its base by it, and is loaded from other folders
     processor = data.load_processor(name, min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels, **source)
+    config = data.read_vision_config(name, **source)
+    adapters = choose_adapters(
+        recipe, model_args, data.build_outline(config, trust_remote_code=training.trust_remote_code), rates
+    )
     examples, held_out = load_examples(recipe, script, training)
     collator = data.ImageTextCollator(
         processor,
@@ -170,11 +179,9 @@ def main(argv: list[str]) -> None:
         assistant_only=training.assistant_only_loss is not False,
         on_too_long=recipe.on_too_long,
         chat_template=recipe.chat_template,
+        limits=data.ImageLimits(allow_urls=recipe.allow_image_urls),
     )
-    rates = (
-        data.read_mapping(recipe.part_learning_rate, "part_learning_rate"),
-        data.read_mapping(recipe.part_weight_decay, "part_weight_decay"),
-    )
+    data.check_image_settings(training, processor.tokenizer)
     training.assistant_only_loss = False  # the collator masks; TRL would ask for a column of its own
     if recipe.preview:
         return say(data.format_collated_examples(examples.dataset, collator, processor.tokenizer, recipe.preview))
@@ -182,9 +189,14 @@ def main(argv: list[str]) -> None:
     held_out_rows = held_out and data.check_images(held_out.dataset, collator, recipe.check_data, what="held-out")
     if training.train_sampling_strategy == "group_by_length":
         rows = data.add_lengths(rows, collator, show_progress=RANK == 0)
+    callbacks = [FSDPCallback(fsdp), MetricsCallback()]
+    if recipe.answers and held_out_rows:
+        metrics = recipe.answer_metrics or ["exact_match"]
+        limits = {"num_rows": recipe.answers, "max_new_tokens": recipe.answer_tokens}
+        callbacks.append(AnswersCallback(held_out_rows, collator, metrics, **limits))
     attention = data.choose_attention(
         model_args.attn_implementation,
-        AutoConfig.from_pretrained(name, **source),
+        config,
         compute=data.compute_dtype(fsdp.precision.preset, bf16=training.bf16, fp16=training.fp16),
         packed=False,
     )
@@ -194,13 +206,8 @@ def main(argv: list[str]) -> None:
     if "wandb" in training.report_to and (line := prepare_wandb(output)):
         say(line)
 
-    model = load_model(recipe, training, model_args, name, attention.implementation)
+    model = load_model(recipe, model_args, name, attention.implementation, source)
     training.remove_unused_columns = False  # the collator reads the rows whole
-    callbacks = [FSDPCallback(fsdp), MetricsCallback()]
-    if recipe.answers and held_out_rows:
-        metrics = recipe.answer_metrics or ["exact_match"]
-        limits = {"num_rows": recipe.answers, "max_new_tokens": recipe.answer_tokens}
-        callbacks.append(AnswersCallback(held_out_rows, collator, metrics, **limits))
     trainer = SFTTrainer(
         model=model,
         args=training,
@@ -208,7 +215,7 @@ def main(argv: list[str]) -> None:
         train_dataset=rows,
         eval_dataset=held_out_rows,
         processing_class=processor,
-        peft_config=choose_adapters(recipe, model_args, model),
+        peft_config=adapters,
         callbacks=callbacks,
     )
     set_part_rates(trainer, *rates)

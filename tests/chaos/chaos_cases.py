@@ -21,7 +21,7 @@ from hf_fsdp.errors import CheckpointError
 from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
 from hf_fsdp.sharding import mesh, outcome
 from hf_fsdp.sharding.mesh import agree_all
-from tests.chaos import async_cases
+from tests.chaos import async_cases, copy_cases
 from tests.chaos.calls import Calls, in_order
 from tests.chaos.lives import build_trainer, state_hash
 from tests.chaos.mounted import READ_ONLY, SMALL_DISK
@@ -397,21 +397,25 @@ def order_without_a_sync(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-CASES: dict[str, Callable[[int, int], Any]] = {
-    case.__name__: case
-    for case in (
-        disk_is_full_before,
-        disk_fills_up,
-        faults,
-        read_only,
-        rank_local_folders,
-        one_rank_alone,
-        two_steps,
-        staging_removed,
-        works_elsewhere,
-        damages,
-        resumed_past_damage,
-        recorded_order,
-        order_without_a_sync,
-    )
-} | async_cases.CASES
+CASES: dict[str, Callable[[int, int], Any]] = (
+    {
+        case.__name__: case
+        for case in (
+            disk_is_full_before,
+            disk_fills_up,
+            faults,
+            read_only,
+            rank_local_folders,
+            one_rank_alone,
+            two_steps,
+            staging_removed,
+            works_elsewhere,
+            damages,
+            resumed_past_damage,
+            recorded_order,
+            order_without_a_sync,
+        )
+    }
+    | async_cases.CASES
+    | copy_cases.CASES
+)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.chaos_cases import CASES, DAMAGES, FAULTS, HARMLESS, LEFT_OUT
+from tests.chaos.copy_cases import RUNS
 from tests.chaos.mounted import run_cases_mounted
 
 # From the fault to the error on the last rank.
@@ -195,3 +196,44 @@ def test_a_copy_that_fails_on_one_rank_is_every_ranks_error(outcome: Callable[[s
         assert found["errors"][0] == found["errors"][1]
         assert "could not save checkpoint-1 on rank 1: MemoryError: no memory" in found["errors"][0]
         assert found["names"] == ["audit.json"] and "checkpoint-1" in found["again"]
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_what_is_saved_behind_training_is_what_is_saved_at_once(outcome: Callable[[str], list[Any]], what: str) -> None:
+    for results in outcome("same_as_at_once"):
+        at_once, behind = results[what]
+        assert len(at_once) >= 3 and behind == at_once
+
+
+def test_a_hook_that_comes_while_weights_are_copied_is_called(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("another_hook"):
+        assert found["stepped"] == ["AdamW", "AdamW"]
+        assert found["names"] == ["audit.json", "checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_a_save_in_flight_of_a_run_that_failed_and_those_of_the_next_are_committed(
+    outcome: Callable[[str], list[Any]],
+) -> None:
+    for found in outcome("a_trainer_after_another"):
+        assert "the script's own error" in found["error"]
+        assert found["first"] == ["audit.json", "checkpoint-2"]
+        assert found["second"] == ["audit.json", "checkpoint-1", "checkpoint-2"]
+
+
+def test_an_optimizer_that_moves_weights_between_training_and_evaluation(
+    outcome: Callable[[str], list[Any]],
+) -> None:
+    for found in outcome("optimizer_with_two_modes"):
+        assert len(found["at once"]) == 3 * 2 and found["behind"] == found["at once"]
+
+
+def test_a_process_that_gets_no_thread_saves_in_training(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("no_thread"):
+        assert found["names"] == ["audit.json", "checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_a_part_of_a_weight_changed_while_it_is_copied_is_not_saved(outcome: Callable[[str], list[Any]]) -> None:
+    for found in outcome("local_change"):
+        assert found["errors"][0] == found["errors"][1]
+        assert "was changed while it was copied, and not by an optimizer's step" in found["errors"][0]
+        assert found["names"] == ["audit.json", "checkpoint-1"]

@@ -269,8 +269,10 @@ def counting(model: nn.Module) -> Iterator[dict[str, int]]:
 _TOWERS = {"model.vision_tower": "vision", "model.language_model": "language"}
 
 
-def _counted(model: Any, checkpointing: Any) -> dict[str, Any]:
+def _counted(model: Any, checkpointing: Any, *, mark_again: bool = False) -> dict[str, Any]:
     applied = apply_fsdp(model, FSDPConfig(precision="bf16-mixed", activation_checkpointing=checkpointing))
+    if mark_again:  # sharding has taken the marks off
+        model.enable_input_require_grads()
     rows = build_rows(4)
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     model.train()
@@ -337,7 +339,10 @@ def saved_activations(rank: int, world_size: int) -> dict[str, Any]:
         "LoRA, inputs marked": (lambda: marked(release=False), "none"),
         "LoRA, inputs released": (lambda: marked(release=True), "none"),
     }
-    return {name: _counted(build(), checkpointing) for name, (build, checkpointing) in builders.items()}
+    return {
+        name: _counted(build(), checkpointing, mark_again=name == "LoRA, inputs marked")
+        for name, (build, checkpointing) in builders.items()
+    }
 
 
 # -- LoRA with the projector in full ----------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from tests.distributed.vlm_models import build_rows, build_vlm, collate
 from tests.unit.small_models import IMAGE_TOKEN, vision_language_models
 
 PLAIN = FSDPConfig(precision="fp32")
+# SmolVLM casts features to its `self.dtype`, LLaVA reads its tower's output by attribute.
+BF16_FAMILIES = ("qwen3-vl", "smolvlm", "llava")
 
 
 def share_of(rows: Any, rank: int, world_size: int) -> list[Any]:
@@ -175,14 +177,34 @@ def mllama_is_refused(rank: int, world_size: int) -> dict[str, Any]:
     return {"error": error, "losses": losses}
 
 
-def bf16(rank: int, world_size: int) -> dict[str, Any]:
-    """Under bf16-mixed with norms in fp32 and prefetching, pictures on one rank only: trained, and finite."""
-    config = FSDPConfig(precision={"preset": "bf16-mixed", "keep_norms_fp32": True}, sharding={"forward_prefetch": 2})
-    model = sharded(build_vlm("qwen3-vl"), world_size, config)
-    rows = build_rows("qwen3-vl", [1, 1, 0, 0], seed=9)
-    model(**collate("qwen3-vl")(share_of(rows, rank, world_size))).loss.backward()
-    gradients = gradients_of(model)
-    return {"finite": all(g.isfinite().all().item() for g in gradients.values()), "num": len(gradients)}
+def bf16(family: str) -> Any:
+    """Under bf16-mixed with norms in fp32 and prefetching, pictures on one rank only: trained, finite, and asked."""
+
+    def case(rank: int, world_size: int) -> dict[str, Any]:
+        config = FSDPConfig(
+            precision={"preset": "bf16-mixed", "keep_norms_fp32": True}, sharding={"forward_prefetch": 2}
+        )
+        model: Any = sharded(build_vlm(family), world_size, config)
+        kept = model.model.dtype
+        rows = build_rows(family, [1, 1, 0, 0], seed=9)
+        mine = share_of(rows, rank, world_size)
+        model(**collate(family)(mine)).loss.backward()
+        gradients = gradients_of(model)
+        model.eval()
+        batch = collate(family)(mine[:1])
+        length = len(mine[0]["input_ids"])
+        batch = {k: v[:, :length] if k in _BY_TOKEN else v for k, v in batch.items() if k != "labels"}
+        tokens = model.generate(
+            **batch, max_new_tokens=2, do_sample=False, pad_token_id=0, synced_gpus=world_size > 1, use_cache=True
+        )
+        return {
+            "finite": all(g.isfinite().all().item() for g in gradients.values()),
+            "num": len(gradients),
+            "num_new": tokens.shape[1] - length,
+            "same_dtype": kept == model.model.dtype == torch.float32,
+        }
+
+    return case
 
 
 CASES = {
@@ -193,5 +215,5 @@ CASES = {
     "two_towers": two_towers,
     "leaves_no_trace": leaves_no_trace,
     "mllama_is_refused": mllama_is_refused,
-    "bf16": bf16,
+    **{f"bf16_{family}": bf16(family) for family in BF16_FAMILIES},
 }

@@ -153,15 +153,24 @@ _ORDER: tuple[dict[str, Any], ...] = (
 def _runs(families: Sequence[str], methods: Sequence[str], offset: int = 0) -> dict[str, VlmRun]:
     """Every family with every method; the settings that change the order of collectives go round."""
     rows = [(family, method) for family in families for method in methods]
-    return {
-        f"{family}-{method}": VlmRun(family=family, method=method, **_ORDER[(index + offset) % len(_ORDER)])
-        for index, (family, method) in enumerate(rows)
-    }
+    runs = {}
+    for index, (family, method) in enumerate(rows):
+        order = _ORDER[(index + offset) % len(_ORDER)]
+        # Three steps of two batches each see all five kinds of batches too.
+        steps = {"num_steps": 3} if order.get("accumulation") == 2 else {}
+        runs[f"{family}-{method}"] = VlmRun(family=family, method=method, **order, **steps)
+    return runs
 
 
 NAMED = _runs(PARITY_FAMILIES, METHODS)
 MORE = _runs(MORE_FAMILIES, ("full", "projector"), 3) | _runs(("qwen2-vl", "llava"), ("lora-tower",), 1)
 PARITY = NAMED | MORE
+# On three processes every named family and every setting of `_ORDER`, with every other method, in turn.
+THREE = {
+    name: run
+    for index, (name, run) in enumerate(NAMED.items())
+    if (index // len(METHODS) + index % len(METHODS)) % 2 == 0
+}
 
 
 def _parity(run: VlmRun) -> Callable[[int, int], dict[str, Any]]:

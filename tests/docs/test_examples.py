@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from make_digits import write_digits, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WITH_EXAMPLES = sorted(
@@ -64,6 +66,24 @@ def run_on_two_processes(code: str, folder: Path) -> str:
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
+
+
+def test_the_vision_language_script_trains_sharded(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "vlm.md").read_text(encoding="utf-8").partition("## A script of your own")[2]
+    (script,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    train_file, _ = write_digits(tmp_path / "data")
+    train_file.write_text(json.dumps(json.loads(train_file.read_text())[:40]))
+    write_model(tmp_path / "model")
+    given = {"MODEL": tmp_path / "model", "DATA": train_file, "PICTURES": tmp_path / "data"}
+    names = "".join(f"{name} = {str(path)!r}\n" for name, path in given.items())
+    script = script.replace('"out', f'"{tmp_path}/out').replace(
+        "max_steps=20", "max_steps=2, use_cpu=True, report_to=[]"
+    )
+    printed = run_on_two_processes(names + script.replace("eval_steps=10", "eval_steps=2"), tmp_path)
+    assert "FSDP audit: LlavaForConditionalGeneration on 2 processes (dp_shard 2), bf16-mixed" in printed
+    assert printed.count("in 40 samples") == 1 and "eval_exact_match" in printed
+    assert "39 of 39 frozen tensors are bit for bit what they were" in printed
+    assert (tmp_path / "out" / "final" / "processor_config.json").exists()
 
 
 def test_the_readmes_plain_loop_shards_and_prints_the_audit(tmp_path: Path) -> None:

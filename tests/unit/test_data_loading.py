@@ -171,7 +171,7 @@ def test_mixed_kinds_in_a_folder_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_data_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hi")
-    with pytest.raises(DataError, match=r"holds no .json, .jsonl, .parquet file \(found: .txt\)"):
+    with pytest.raises(DataError, match=r"holds no .json, .jsonl, .parquet file and no pictures \(found: .txt\)"):
         load_splits(str(tmp_path))
 
 

@@ -275,8 +275,8 @@ def test_a_text_model_is_one_row() -> None:
         ({"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter"}, "LLaVA-NeXT", "trainable: [projector, vision]"),
         ({"unfrozen_parameters": [r"model\.language_model\.", "lm_head"]}, "by pattern", "trainable: [language]"),
         ({"unfrozen_parameters": [r"multi_modal_projector"]}, "by pattern", "trainable: [projector]"),
-        ({"mm_projector_lr": 2e-5}, "LLaVA", "part_learning_rate: {projector: 2e-05}"),
-        ({"vit_lr": 1e-6}, "ms-swift", "part_learning_rate: {vision: 1e-06}"),
+        ({"mm_projector_lr": 2e-5}, "LLaVA", "part_learning_rate: {projector: 2.0e-05}"),
+        ({"vit_lr": 1e-6}, "ms-swift", "part_learning_rate: {vision: 1.0e-06}"),
     ],
 )
 def test_other_tools_keys_are_answered_by_the_line_that_means_the_same(

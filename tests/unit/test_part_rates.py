@@ -65,6 +65,16 @@ def test_each_part_has_its_rate_and_decay_and_norms_stay_without(tmp_path: Path,
     assert printed.count("parameters trained at learning rate") == 3
 
 
+def test_the_logged_rate_is_the_runs_where_every_part_has_a_setting(tmp_path: Path) -> None:
+    model = build_llava()
+    set_trainable(model, ["language", "projector"])
+    trainer = build_trainer(tmp_path, model, logging_steps=1)
+    set_part_rates(trainer, {"projector": 2e-5}, {"language": 0.01})
+    trainer.train()
+    first = next(log for log in trainer.state.log_history if "learning_rate" in log)
+    assert first["learning_rate"] == first["learning_rate_language"] > 10 * first["learning_rate_projector"] > 0
+
+
 def test_a_decay_of_a_part_holds_where_the_run_has_none(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path, build_llava(), weight_decay=0.0)
     set_part_rates(trainer, weight_decays={"vision": 0.2})

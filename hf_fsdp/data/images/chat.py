@@ -83,7 +83,7 @@ class Chat:
         return self._jinja(messages, add_generation_prompt)[0]
 
     def _jinja(self, messages: Messages, add_generation_prompt: bool, marks: bool = False) -> tuple[str, list[Span]]:
-        from jinja2.exceptions import TemplateError
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -94,6 +94,11 @@ class Chat:
                 return_assistant_tokens_mask=marks,
                 **self._special_tokens,
             )
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template of {self._processor_name} is not valid Jinja: line {error.lineno}: {error.message}",
+                fix="repair it, or give another file: chat_template: path/to/template.jinja",
+            ) from error
         except (TemplateError, TypeError, IndexError) as error:
             raise DataError(
                 f"the chat template of {self._processor_name} cannot render it: {error}",
@@ -115,9 +120,17 @@ class Chat:
 
     def _check_whole(self, messages: Messages, text: str) -> None:
         num_images = sum(part["type"] == "image" for turn in messages for part in turn["content"])
-        if text.count(self.image_token) != num_images:
+        num_marks = text.count(self.image_token)
+        if num_marks < num_images:
+            roles = sorted({turn["role"] for turn in messages for part in turn["content"] if part["type"] == "image"})
             raise DataError(
-                f"it has {num_images} images, and its text {text.count(self.image_token)} times {self.image_token}",
+                f"the chat template of {self._processor_name} shows {num_marks} of its {num_images} images, which are "
+                f"in turns of {' and '.join(roles)}",
+                fix="move the images to user turns: templates leave out those of other roles",
+            )
+        if num_marks > num_images:
+            raise DataError(
+                f"it has {num_images} images, and its text {num_marks} times {self.image_token}",
                 fix=f"write {self.image_token} nowhere in the text yourself: the template writes it",
             )
         for turn in messages:
@@ -216,7 +229,15 @@ def for_template(messages: Messages) -> Messages:
 
 def _read_template(processor: Any, chat_template: str | None) -> str:
     if chat_template is not None:
-        return chat_template if "{%" in chat_template or "{{" in chat_template else resolve_chat_template(chat_template)
+        if "{%" in chat_template or "{{" in chat_template:
+            return chat_template
+        try:
+            return resolve_chat_template(chat_template)
+        except DataError as error:
+            raise DataError(
+                f"chat_template={chat_template!r}: there is no such file",
+                fix="give a Jinja file that writes the image token for parts of type 'image', or remove chat_template",
+            ) from error
     own = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
     if isinstance(own, dict):
         own = own.get("default")

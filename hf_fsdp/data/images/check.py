@@ -119,12 +119,12 @@ class ImageDataReport:
             problems.append(
                 Problem(
                     message=f"{len(self.broken)} of {len(self.samples)} samples cannot be used: {rows}{more}",
-                    fix="repair them, or leave them out: dataset.select(report.kept)",
+                    fix="repair them, or take these rows out of the data (in a script: dataset.select(report.kept))",
                 )
             )
         fits = len(self.usable) - len(self.too_long)
         if self.too_long and (on_too_long == "refuse" or not fits):
-            problems.append(self._too_long())
+            problems.append(self._too_long(on_too_long))
         learning = [sample for sample in self.usable if sample.num_learned]
         if self.usable and not learning:
             problems.append(
@@ -136,7 +136,7 @@ class ImageDataReport:
         if problems:
             raise DataError(problems)
 
-    def _too_long(self) -> Problem:
+    def _too_long(self, on_too_long: str) -> Problem:
         shown = "; ".join(
             f"{sample.name}: {_sum_in_words(sample)}" for sample in self.longest if sample in self.too_long
         )
@@ -144,8 +144,9 @@ class ImageDataReport:
         return Problem(
             message=f"max_length={self.max_length} does not hold {len(self.too_long)} of {len(self.usable)} samples "
             f"({len(self.too_long) / len(self.usable):.1%}), and image tokens are never cut; longest: {shown}",
-            fix=f"max_length: {longest}   (holds all; {self.fitting_tokens} holds all but 5 %)   or   on_too_long: drop"
-            "   or   a smaller max_pixels, where the model has such a choice",
+            fix=f"max_length: {longest}   (holds all; {self.fitting_tokens} holds all but 5 %)"
+            + ("" if on_too_long == "drop" else "   or   on_too_long: drop")
+            + "   or   a smaller max_pixels, where the model has such a choice",
         )
 
     def __str__(self) -> str:
@@ -163,7 +164,7 @@ class ImageDataReport:
         if with_images:
             tokens = sorted(sample.num_image_tokens for sample in with_images)
             pixels = sum(sample.num_pixels for sample in with_images) / sum(images) / 1e6
-            text += f", {tokens[len(tokens) // 2]} image tokens a sample (median), {pixels:.2g} megapixels an image"
+            text += f", {tokens[len(tokens) // 2]} image tokens a sample (median), {_megapixels(pixels)} an image"
         limit = "no limit" if self.max_length is None else f"max_length {self.max_length}"
         text += f"; longest {_sum_in_words(self.longest[0])} tokens, {limit}"
         if self.too_long:
@@ -264,3 +265,7 @@ class _Measure:
 def _sum_in_words(sample: SampleCount) -> str:
     text = sample.num_tokens - sample.num_image_tokens
     return f"{sample.num_image_tokens} image + {text} text = {sample.num_tokens}"
+
+
+def _megapixels(millions: float) -> str:
+    return f"{millions:.2g} megapixels" if millions >= 0.01 else f"{millions * 1e6:.0f} pixels"

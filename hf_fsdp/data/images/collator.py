@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp.data.chat_template import prepare_pad_token
 from hf_fsdp.data.images.chat import Messages
 from hf_fsdp.data.images.decode import ImageDecoder
 from hf_fsdp.data.images.encode import IGNORED, Encoded, build_encoder
 from hf_fsdp.data.images.merge import merge
 from hf_fsdp.data.images.open import ImageLimits
+from hf_fsdp.data.images.sample_error import SampleError
 from hf_fsdp.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class ImageTextCollator:
                 if (problem := self.too_long(sample)) is not None
             ]
         if problems:
-            raise DataError(problems[:MAX_SHOWN])
+            raise SampleError(problems[:MAX_SHOWN])
         return samples
 
     def try_encode(self, rows: Sequence[Row], *, is_prompt: bool = False) -> list[Encoded | DataError]:
@@ -142,7 +144,7 @@ class ImageTextCollator:
         problems = [_named(problem, row) for result, row in zip(results, rows, strict=True)
                     if isinstance(result, DataError) for problem in result.problems]  # fmt: skip
         if problems:
-            raise DataError(problems[:MAX_SHOWN])
+            raise SampleError(problems[:MAX_SHOWN])
         batch = merge([result for result in results if isinstance(result, Encoded)], pad_id=self.pad_id, left=True)
         del batch["labels"]
         return batch
@@ -190,10 +192,11 @@ class ImageTextCollator:
 
 
 def _pad_id(tokenizer: Any) -> int:
+    prepare_pad_token(tokenizer)
     if tokenizer.pad_token_id is None:
         raise DataError(
             f"{type(tokenizer).__name__} has no pad token, so samples of other lengths make no batch",
-            fix="tokenizer.pad_token = a token that ends nothing   (prepare_pad_token finds one)",
+            fix="give the model's tokenizer_config.json a pad_token of its vocabulary that ends nothing",
         )
     return int(tokenizer.pad_token_id)
 

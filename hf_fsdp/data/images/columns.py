@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,19 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 _BATCH = 200
+
+
+@functools.cache
+def reader_version() -> str:
+    """Return a hash of the code that reads rows, as an argument of what `datasets` keeps on disk.
+
+    `datasets` knows a function of a package by its name only: after an upgrade it would give the rows, and the
+    problems, that the old code found.
+    """
+    import xxhash
+
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return xxhash.xxh3_64_hexdigest(b"".join(path.read_bytes() for path in sources))
 
 
 def undecoded(dataset: Dataset) -> Dataset:
@@ -28,11 +42,11 @@ def undecoded(dataset: Dataset) -> Dataset:
 
 
 def _without_decoding(feature: Any) -> Any:
-    from datasets import Image
+    from datasets import Audio, Image, Video
     from datasets.features import LargeList, List
 
-    if isinstance(feature, Image):
-        return Image(decode=False)
+    if isinstance(feature, Image | Audio | Video):
+        return type(feature)(decode=False)
     if isinstance(feature, List):
         return List(_without_decoding(feature.feature), length=feature.length)
     if isinstance(feature, LargeList):
@@ -75,7 +89,7 @@ def list_stored_images(dataset: Dataset, column: str, folder: Path) -> Dataset:
             batched=True,
             batch_size=_BATCH,
             remove_columns=[column],
-            fn_kwargs={"column": column, "folder": str(folder)},
+            fn_kwargs={"column": column, "folder": str(folder), "reader": reader_version()},
             features=Features({"images": image_features()}),
             desc="Reading images",
         )
@@ -83,7 +97,7 @@ def list_stored_images(dataset: Dataset, column: str, folder: Path) -> Dataset:
     )
 
 
-def _wrap_batch(table: pa.Table, column: str, folder: str) -> pa.Table:
+def _wrap_batch(table: pa.Table, column: str, folder: str, reader: str) -> pa.Table:
     import pyarrow as pa
 
     values = table.column(column).combine_chunks()
@@ -156,7 +170,7 @@ def list_paths(dataset: Dataset) -> list[list[str]]:
         paths = pc.if_else(pc.is_null(flat.field("bytes")), flat.field("path"), None).to_pylist()
         counts = pc.list_value_length(lists).to_pylist()
         taken = iter(paths)
-        rows += [[path for path in (next(taken) for _ in range(count)) if path is not None] for count in counts]
+        rows += [[path for path in (next(taken) for _ in range(count or 0)) if path is not None] for count in counts]
     return rows
 
 

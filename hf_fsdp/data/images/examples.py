@@ -16,6 +16,7 @@ from hf_fsdp.data.images.columns import (
     image_features,
     list_paths,
     list_stored_images,
+    reader_version,
     row_features,
     split_urls,
     undecoded,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 MAX_SHOWN = 5
+# Left out without a word, these would leave questions about something that nobody shows.
+_OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,26 +96,23 @@ def read_image_examples(
         >>> read_image_examples(rows, source="rows").dataset[0]["messages"][0]["content"][0]["type"]
         'image'
     """
-    dataset = undecoded(rename_columns(dataset, renames))
+    dataset = undecoded(rename_columns(dataset, [renames] if isinstance(renames, str) else renames))
     columns = dataset.column_names
     name = recognise(columns, source, question, with_answers=with_answers)
     image_column, id_column = find_image_column(columns, source), find_id_column(columns)
     folder = folder_of(source, image_folder)
     read = _read(dataset, name, image_column, id_column, folder, question, with_answers)
-    problems = _row_problems(read, source)
-    if not problems:
-        problems = _file_problems(read, folder, source, allow_urls)
+    problems = _row_problems(read, source) + _file_problems(read, folder, source, allow_urls)
     if problems:
         raise DataError(problems)
     read = read.remove_columns(["problem", "detail"])
+    return describe_examples(read, name, _line(name, dataset, image_column, id_column, count_images(read)))
+
+
+def describe_examples(read: Dataset, name: str, line: str) -> ImageExamples:
+    """Return read rows with what is counted about them."""
     counts = count_images(read)
-    return ImageExamples(
-        dataset=read,
-        format=name,
-        num_text_only=counts.count(0),
-        num_images=sum(counts),
-        line=_line(name, dataset, image_column, id_column, counts),
-    )
+    return ImageExamples(dataset=read, format=name, num_text_only=counts.count(0), num_images=sum(counts), line=line)
 
 
 def _read(
@@ -129,7 +129,7 @@ def _read(
 
     labels = {column: feature.names for column, feature in dataset.features.items() if isinstance(feature, ClassLabel)}
     settings: dict[str, Any] = {"name": name, "id_column": id_column, "folder": str(folder), "question": question}
-    settings["with_answers"] = with_answers
+    settings |= {"with_answers": with_answers, "reader": reader_version()}
     features = row_features(with_answers=FORMATS[name].answers is not None)
     if image_column is None or not holds_bytes(dataset, image_column):
         features["images"] = image_features()
@@ -167,6 +167,7 @@ def _convert_row(
     with_answers: bool,
     labels: dict[str, list[str]],
     counts: list[int] | None,
+    reader: str,
 ) -> dict[str, Any]:
     row = {**row, **{column: names[row[column]] for column, names in labels.items() if row.get(column) is not None}}
     known = FORMATS[name]
@@ -177,6 +178,8 @@ def _convert_row(
     read = read_turns(turns, images, Path(folder), num_images=num_images, with_answers=with_answers)
     if isinstance(asked, str) and not asked.strip():
         read.problem, read.detail = "no question", ""
+    if others := [column for column in _OTHER_MEDIA if row.get(column) not in (None, "", [], {})]:
+        read.problem, read.detail = "a video or a sound", f"column {others[0]!r}"
     answers = {} if known.answers is None else {"answers": known.answers(row)}
     stored = {} if counts is not None else {"images": [] if read.problem else read.images}
     return {
@@ -231,13 +234,24 @@ def _file_problems(dataset: Dataset, folder: Path, source: str, allow_urls: bool
             Problem(
                 message=f"{len(urls)} images are URLs, which are not opened unless you say so; "
                 f"first: {'; '.join(rows[:MAX_SHOWN])}",
-                fix="download them and give their paths   or   allow_urls: true",
+                fix="download them and give their paths   or   allow_image_urls: true   (in a script: allow_urls=True)",
                 source=source,
             )
         )
     with ThreadPoolExecutor(16) as pool:  # on a network file system one by one would take minutes
         there = list(pool.map(os.path.isfile, files))
     missing = {path: index for (path, index), is_there in zip(files.items(), there, strict=True) if not is_there}
+    folders = {path: index for path, index in missing.items() if os.path.isdir(path)}
+    if folders:
+        rows = [f"{name_row(index, ids[index]['id'])}: {path}" for path, index in folders.items()]
+        problems.append(
+            Problem(
+                message=f"{len(folders)} of {len(files)} image paths are folders; {_first(rows)}",
+                fix="give the picture's own path",
+                source=source,
+            )
+        )
+    missing = {path: index for path, index in missing.items() if path not in folders}
     if missing:
         problems.append(_missing(missing, len(files), ids, folder, source))
     return problems

@@ -178,7 +178,10 @@ def _broken(name: str, error: Exception) -> DataError:
 
 def _download(url: str, limits: ImageLimits) -> bytes:
     if not limits.allow_urls:
-        raise DataError(f"{url} is a URL, which is not opened unless you say so", fix="allow_urls: true")
+        raise DataError(
+            f"{url} is a URL, which is not opened unless you say so",
+            fix="allow_image_urls: true   (in a script: ImageLimits(allow_urls=True))",
+        )
     if not url.lower().startswith(("http://", "https://")):
         raise DataError(f"{url} is not an http or https address", fix="download it, and give its path")
     from urllib.request import Request, urlopen

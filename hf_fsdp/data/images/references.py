@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlparse
 Reference = dict[str, Any]
 
 # The keys under which other programs' rows and parts hold an image, in the order in which they are asked.
+_LONGEST_NAME = 255  # file systems take no longer one
 _KEYS = ("bytes", "path", "image", "url", "image_url", "file_name")
 
 
@@ -54,6 +55,9 @@ def _read_path(value: str, folder: Path) -> tuple[Reference | None, str]:
         return {"path": text, "bytes": None}, ""
     if text.lower().startswith("file://"):
         text = unquote(urlparse(text).path)
+    is_base64 = len(text) > _LONGEST_NAME and "." not in text  # its slashes may cut it into short names
+    if is_base64 or max(len(name) for name in text.split("/")) > _LONGEST_NAME:
+        return None, f"a text of {len(text)} characters that is no path; base64 begins with data:image/png;base64,"
     path = Path(text).expanduser()
     return {"path": str(path if path.is_absolute() else folder / path), "bytes": None}, ""
 

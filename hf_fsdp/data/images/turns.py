@@ -26,7 +26,8 @@ FIXES = {
     "or image inside the parts",
     "no answer": "remove these rows, or end them with an assistant turn that has text",
     "an answer before any question": "begin the conversation with a user turn",
-    "an image that cannot be read": "give a path, bytes or a PIL image",
+    "an image that cannot be read": "give a path, bytes, or data:image/png;base64,...",
+    "a video or a sound": "leave these rows out, or give frames of the video as images: only pictures are trained on",
     "no question": "fill the question, or remove these rows",
 }
 
