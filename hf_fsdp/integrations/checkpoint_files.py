@@ -95,7 +95,7 @@ def processor_to_save(trainer: Trainer) -> Any:
     """
     given, collator = trainer.processing_class, trainer.data_collator
     whole = getattr(collator, "processor", None)
-    if whole is not None and (given is None or given is getattr(whole, "tokenizer", None)):
+    if hasattr(whole, "save_pretrained") and (given is None or given is getattr(whole, "tokenizer", None)):
         return whole
     return given if given is not None else getattr(collator, "tokenizer", None)
 

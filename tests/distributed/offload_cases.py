@@ -62,7 +62,8 @@ class _Units(FSDPCallback):
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    on_prediction_step = on_pre_optimizer_step = on_step_end = on_epoch_end = on_optimizer_step = _nothing  # type: ignore[assignment]
+    on_prediction_step = on_pre_optimizer_step = on_step_end = on_epoch_end = _nothing  # type: ignore[assignment]
+    on_optimizer_step = on_train_end = _nothing  # type: ignore[assignment]
 
 
 def _audit_sees_where_parameters_are(rank: int, world_size: int) -> dict[str, Any]:
