@@ -61,8 +61,9 @@ class AnswersCallback(TrainerCallback):
             anything to compare with, nothing to ask, a collator that cannot make prompts.
         IntegrationError: from Trainer's constructor, for a model that cannot generate.
 
-    Example:
-        >>> callback = AnswersCallback(test_rows, collator, metrics=("exact_match", "anls"))  # doctest: +SKIP
+    Example::
+
+        callback = AnswersCallback(test_rows, collator, metrics=("exact_match", "anls"))
     """
 
     hf_fsdp_answers = True  # answers_seam.MARK: its seams act on Trainers that have this callback

@@ -47,10 +47,11 @@ def set_part_rates(
         ConfigError: a part that the model does not have or that is frozen, a value that is no rate, or an optimizer
             that exists already; every problem at once.
 
-    Example:
-        >>> # trainer = SFTTrainer(model=model, args=args, callbacks=[FSDPCallback()], ...)
-        >>> # set_part_rates(trainer, {"projector": 2e-5, "vision": 2e-6}, {"vision": 0.0})
-        >>> # trainer.train()
+    Example::
+
+        trainer = SFTTrainer(model=model, args=args, callbacks=[FSDPCallback()], ...)
+        set_part_rates(trainer, {"projector": 2e-5, "vision": 2e-6}, {"vision": 0.0})
+        trainer.train()
     """
     rates, decays = dict(learning_rates or {}), dict(weight_decays or {})
     if not rates and not decays:

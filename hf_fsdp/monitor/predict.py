@@ -78,8 +78,9 @@ def predict_answers(
         DataError: on all ranks alike: unknown metrics, rows without reference, unreadable images, lines of other rows.
         IntegrationError: the model cannot generate.
 
-    Example:
-        >>> means = predict_answers(trainer.model, rows, collator, metrics=("anls",))  # doctest: +SKIP
+    Example::
+
+        means = predict_answers(trainer.model, rows, collator, metrics=("anls",))
     """
     chosen = resolve_metrics(metrics, source="predict_answers(metrics=...)")
     check_numbers(max_new_tokens=max_new_tokens, batch_size=batch_size)

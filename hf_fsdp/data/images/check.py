@@ -199,10 +199,11 @@ def check_image_data(
     Raises:
         DataError: a processor that cannot be trained with.
 
-    Example:
-        >>> report = check_image_data(examples.dataset, collator, num_samples=1000)  # doctest: +SKIP
-        >>> print(report); report.check()  # doctest: +SKIP
-        images: 1000 in 1000 samples (at most 1 a sample, 0 samples without), 577 image tokens a sample (median) ...
+    Example::
+
+        report = check_image_data(examples.dataset, collator, num_samples=1000)
+        print(report); report.check()
+        # images: 1000 in 1000 samples (at most 1 a sample, 0 samples without), 577 image tokens a sample (median) ...
     """
     collator = collator if isinstance(collator, ImageTextCollator) else ImageTextCollator(collator)
     measure = _Measure(collator)

@@ -49,9 +49,10 @@ class ImageTextCollator:
     Raises:
         DataError: a text tokenizer, a template that shows no images, no template, or no pad token.
 
-    Example:
-        >>> collator = ImageTextCollator(processor, max_length=2048)  # doctest: +SKIP
-        >>> trainer = Trainer(model, args, data_collator=collator, train_dataset=examples.dataset)  # doctest: +SKIP
+    Example::
+
+        collator = ImageTextCollator(processor, max_length=2048)
+        trainer = Trainer(model, args, data_collator=collator, train_dataset=examples.dataset)
     """
 
     def __init__(

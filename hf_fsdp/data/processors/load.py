@@ -42,9 +42,10 @@ def load_processor(
             incomplete, or a package that pictures do need is missing.
         ConfigError: `min_pixels` or `max_pixels` do not fit the family, or each other.
 
-    Example:
-        >>> processor = load_processor("Qwen/Qwen2.5-VL-7B-Instruct", max_pixels=1003520)  # doctest: +SKIP
-        >>> batch = processor(images=[[picture]], text=[prompt], return_tensors="pt")  # doctest: +SKIP
+    Example::
+
+        processor = load_processor("Qwen/Qwen2.5-VL-7B-Instruct", max_pixels=1003520)
+        batch = processor(images=[[picture]], text=[prompt], return_tensors="pt")
     """
     processor = _load(name, revision, trust_remote_code)
     _check_parts(name, processor)

@@ -63,9 +63,10 @@ def image_token_counts(processor: Any, sizes: Sequence[Size]) -> list[int]:
     Raises:
         DataError: a size is not two positive numbers, or the processor refuses a picture of that size.
 
-    Example:
-        >>> image_token_counts(processor, [(336, 336), (480, 640)])  # doctest: +SKIP
-        [144, 391]
+    Example::
+
+        image_token_counts(processor, [(336, 336), (480, 640)])
+        # [144, 391]
     """
     for size in sizes:
         if len(size) != 2 or min(size) < 1:
