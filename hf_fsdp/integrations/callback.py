@@ -56,7 +56,7 @@ class FSDPCallback(TrainerCallback):
             launch file say.
         prove_training: hash every frozen tensor before the first step and at the end of training, and refuse an end
             where one of them changed (on all ranks, by a `ShardingError`); say which trained ones never moved. A
-            second for 7 to 9 GB on one CPU core.
+            second for 7 to 9 GB, measured on one CPU core.
 
     In a single process the model is trained unsharded, with one line that says so, or refused under
     ``sharding.require_sharding``.

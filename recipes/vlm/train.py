@@ -112,17 +112,15 @@ def load_examples(
     return examples, held_out
 
 
-def load_model(recipe: RecipeArguments, args: ModelConfig, name: str, attention: str, source: dict[str, Any]) -> Any:
+def load_model(recipe: RecipeArguments, args: ModelConfig, name: str, config: Any, **source: Any) -> Any:
     """Return the model, each process reading only what it keeps, with the parts frozen that are not trained."""
     quantization = get_quantization_config(args)  # None without load_in_4bit
     if quantization is not None:
-        config = data.read_vision_config(name, **source)
         quantization.llm_int8_skip_modules = four_bit_skips(config, recipe.lora_parts or [])
     model = load_sharded(
         AutoModelForImageTextToText,
         name,
         dtype=args.dtype,
-        attn_implementation=attention,
         quantization_config=quantization,
         **source,
     )
@@ -206,7 +204,7 @@ def main(argv: list[str]) -> None:
     if "wandb" in training.report_to and (line := prepare_wandb(output)):
         say(line)
 
-    model = load_model(recipe, model_args, name, attention.implementation, source)
+    model = load_model(recipe, model_args, name, config, attn_implementation=attention.implementation, **source)
     training.remove_unused_columns = False  # the collator reads the rows whole
     trainer = SFTTrainer(
         model=model,

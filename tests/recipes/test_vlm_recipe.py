@@ -133,6 +133,20 @@ def test_lora_beside_a_projector_in_full_resumes_on_one_process(work: Path) -> N
     assert any("multi_modal_projector" in name for name in saved) and not any("vision_tower" in name for name in saved)
 
 
+def test_qlora_packs_the_language_model_only(work: Path) -> None:
+    printed = run_recipe(
+        RECIPE, work, "run.yaml", "--output_dir", "qlora", "--use_peft", "--load_in_4bit", "--lora_r", "4",
+        "--trainable", "projector", "--max_steps", "2", "--fsdp.precision", "bf16-mixed", processes=2,
+    )  # fmt: skip
+    assert "LoRA on 14 layers of the language; trained in full: model.multi_modal_projector" in printed
+    parts = {row["name"]: row for row in json.loads((work / "qlora" / "audit.json").read_text())["parts"]}
+    assert parts["vision"]["num_parameters"] == 292_352  # packed, two weights would be one byte
+    assert parts["language"]["num_parameters"] < 335_000
+    assert parts["projector"]["num_trained"] == 33_024
+    frozen = json.loads((work / "qlora" / "audit.json").read_text())["after_training"]["parts"]
+    assert [part["num_frozen_changed"] for part in frozen] == [0] * len(frozen)
+
+
 def test_a_mistake_is_one_error_without_a_traceback(work: Path) -> None:
     rows = json.loads((work / "data" / "test.json").read_text())
     rows[3]["image"] = "images/gone.png"

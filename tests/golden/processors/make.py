@@ -1,9 +1,9 @@
 """Make the golden data of the processors in an environment with torchvision; or check what ours saved there.
 
-    python -m venv /tmp/golden
-    /tmp/golden/bin/pip install torch==2.14.1 torchvision==0.29.1 transformers==5.24.0 pillow num2words scikit-learn
-    /tmp/golden/bin/python tests/golden/processors/make.py
-    /tmp/golden/bin/python tests/golden/processors/make.py --check FOLDER   # see README.md
+    python -m venv ../golden-venv
+    ../golden-venv/bin/pip install torch==2.14.1 torchvision==0.29.1 transformers==5.24.0 pillow num2words scikit-learn
+    ../golden-venv/bin/python tests/golden/processors/make.py
+    ../golden-venv/bin/python tests/golden/processors/make.py --check FOLDER   # see README.md
 
 Needs no network once the packages are there.
 """
