@@ -27,6 +27,7 @@ from hf_fsdp.integrations.dynamo import read_compile_arguments
 from hf_fsdp.integrations.losses import check_unproven
 from hf_fsdp.integrations.optimizers import check_optimizer
 from hf_fsdp.integrations.trl import is_trl, items_for_loss
+from hf_fsdp.monitor.generate import evaluation_mode
 from hf_fsdp.policies.blocks import base_model, class_name
 from hf_fsdp.sharding.apply import get_applied_sharding
 from hf_fsdp.sharding.gather import gather_for_saving
@@ -115,13 +116,8 @@ def _loss_scales(trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any
 
 def _follows_items(compute: Callable[[Any], Any], model: nn.Module, num_items: Any) -> bool | None:
     """Whether a loss follows the number of items, on any rank; None when this batch cannot tell. Collective."""
-    was_training = model.training
-    model.eval()  # no dropout, so that the random stream stays where it is
-    try:
-        with torch.no_grad():
-            once, twice = (float(compute(items)) for items in (num_items, 2 * num_items))
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.no_grad():  # no dropout, so that the random stream stays where it is
+        once, twice = (float(compute(items)) for items in (num_items, 2 * num_items))
     told = abs(once - twice) > 0.1 * abs(once) if math.isfinite(once) and once != 0 else None
     votes = [vote for vote in agree_all(told) if vote is not None]
     return any(votes) if votes else None
