@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_fsdp.integrations.metrics import MetricsCallback
     from hf_fsdp.integrations.part_rates import check_part_rates, set_part_rates
     from hf_fsdp.integrations.plain_loop import build_accelerator
+    from hf_fsdp.integrations.plan_link import MemoryPlanCallback
     from hf_fsdp.integrations.samples import SamplesCallback
     from hf_fsdp.integrations.wandb import prepare_wandb, wandb_sync_line
     from hf_fsdp.monitor.answer_grid import draw_answer_grid
@@ -33,6 +34,7 @@ __all__ = [
     "AnswersCallback",
     "FSDPCallback",
     "FSDPConfig",
+    "MemoryPlanCallback",
     "MetricsCallback",
     "SamplesCallback",
     "__version__",
@@ -60,6 +62,7 @@ _HOMES = {
     "FSDPConfig": "hf_fsdp.config.schema",
     "FSDPCallback": "hf_fsdp.integrations.callback",
     "MetricsCallback": "hf_fsdp.integrations.metrics",
+    "MemoryPlanCallback": "hf_fsdp.integrations.plan_link",
     "SamplesCallback": "hf_fsdp.integrations.samples",
     "build_accelerator": "hf_fsdp.integrations.plain_loop",
     "load_sharded": "hf_fsdp.checkpoint.start",

@@ -96,6 +96,10 @@ class CheckpointError(HfFsdpError):
     """A checkpoint cannot be written, read or trusted."""
 
 
+class PlanError(HfFsdpError):
+    """What was asked of the planner cannot be simulated, or fits nowhere."""
+
+
 def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """Return up to `limit` known names that resemble `name`, best first; empty when none does."""
     known = list(known)

@@ -9,12 +9,17 @@ Why each is needed:
 - dynamo's limit of graphs: past it, torch runs a compiled function uncompiled and says so in a log only.
 - the running graph task: public torch does not say whether code runs inside a backward (a recompute) or not.
 - the store of the process group: a rank whose disk is full tells the others there, between two of their writes.
+- fake tensors, their process group and a device registered from Python: the planner runs a step without values.
+- the sharding propagator: under fake tensors it makes tensors of whole, global size to ask operators for shapes, which
+  a count of memory has to leave out.
 - the FSDP state of a module: torch has no public way to ask a sharded module which policy and which
   parameters its unit really has, and the audit must not trust what we asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +29,12 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Before 2.13 a unit of several modules cast inputs and outputs only at its first and last module, so the norms of a
 # float32 group handed float32 on to bf16 layers.
@@ -45,6 +52,73 @@ class UnitState:
     mixed_precision: MixedPrecisionPolicy
     reshard_after_forward: bool
     is_in_host_memory: bool
+
+
+def start_fake_group(world_size: int) -> None:
+    """Make this process rank 0 of a default group of `world_size` ranks that do not exist; collectives do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # slow, and for the planner alone
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def fake_values() -> FakeTensorMode:
+    """Return a mode in which tensors have shapes and storages and no values; constants keep theirs."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def known_values(limit: int) -> Iterator[None]:
+    """Let fake tensors of up to `limit` elements that are made of numbers keep them, so that they can be read."""
+    from torch._subclasses import fake_tensor
+
+    original = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = max(limit, original)
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = original
+
+
+def real_values() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which tensors are real within `fake_values`; none of the fake ones may be used in it."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def register_python_device(name: str, members: type) -> None:
+    """Make ``torch.device(name)`` known, with `members` in front of torch's own stub for such devices; not undone."""
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+    module = type(members.__name__, (members, _DummyBackendModule), {})
+    _setup_privateuseone_for_python_backend(name, backend_module=module())
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return what tells the storage under `tensor` from others while it lives; also of one without memory."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+@contextmanager
+def watch_shape_propagation(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
+    """Call `enter` and `leave` around DTensor's asking for the shapes of an operator's whole, global result."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        enter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            leave()
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
 
 
 def checkpoint_block(module: nn.Module, contexts: Callable[[], Any] | None = None) -> None:
@@ -77,11 +151,21 @@ def is_composite(operator: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
 
-def storage_key(tensor: torch.Tensor) -> tuple[StorageWeakRef, tuple[int, int]]:
+_numbers = itertools.count()
+_fake_storages: Any = WeakIdKeyDictionary()
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[StorageWeakRef | None, tuple[int, int]]:
     """Return what names the bytes under `tensor` as they are now, and the reference that keeps the name from reuse.
 
-    While the weak reference lives, no other storage gets its address; the version counts writes in place.
+    While the weak reference lives, no other storage gets its address; the version counts writes in place. A storage
+    without memory has no address; it gets a number, since a weak reference would keep its Python object, by whose end
+    the planner sees that it was freed.
     """
+    if isinstance(tensor, FakeTensor):
+        storage = tensor.untyped_storage()
+        number = _fake_storages.setdefault(storage, next(_numbers))
+        return None, (number, tensor._version)
     reference = StorageWeakRef(tensor.untyped_storage())
     return reference, (reference.cdata, tensor._version)
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One short command for a machine with at least one CUDA device: the GPU tests, then one short run of the demo's model.
+# One short command for a machine with at least one CUDA device: the GPU tests, then the planner against the card
+# (benchmarks/plan_gpu.py: predicted against real memory, speed; into runs/plan_gpu, or $HF_FSDP_GPU_CHECK).
 # Not part of scripts/test.sh. Uses the Python it finds (HF_FSDP_PYTHON, else .venv, else python3) as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,4 +11,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 2
 fi
 "$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
-"$python" -m pytest -q -m gpu tests/gpu "$@"
+status=0
+"$python" -m pytest -q -m gpu tests/gpu "$@" || status=$?
+"$python" benchmarks/plan_gpu.py -o "${HF_FSDP_GPU_CHECK:-runs/plan_gpu}" || status=$?
+exit "$status"

@@ -9,7 +9,7 @@
 # A torch at or above the floor that PYTHON or the environment already has is kept, whatever the constraints say:
 # a machine's CUDA build is worth more than the tested number.
 
-SETUP_EXTRAS="dev,recipes,vision,demo,quantization"
+SETUP_EXTRAS="dev,recipes,vision,demo,quantization,report"
 
 # Prints the version of torch that the interpreter "$1" has, if it is at or above the floor in pyproject.toml.
 usable_torch_version() {

@@ -13,6 +13,7 @@ from hf_fsdp import __version__
 from hf_fsdp.cli.checkpoint import checkpoint_app
 from hf_fsdp.cli.config import config_command
 from hf_fsdp.cli.migrate import migrate_command
+from hf_fsdp.cli.plan import plan_command
 from hf_fsdp.cli.recipes import recipes_app
 
 app = typer.Typer(
@@ -47,5 +48,6 @@ def _root(
 
 app.command("config")(config_command)
 app.command("migrate")(migrate_command)
+app.command("plan")(plan_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(recipes_app, name="recipes")

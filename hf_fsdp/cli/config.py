@@ -14,7 +14,8 @@ from hf_fsdp.errors import ConfigError, Problem, nearest_names
 
 if TYPE_CHECKING:
     from hf_fsdp.config.generate import LaunchPlan
-    from hf_fsdp.config.presets import Gpu, ModelFacts
+    from hf_fsdp.config.hardware import Gpu
+    from hf_fsdp.config.presets import ModelFacts
     from hf_fsdp.config.schema import FSDPConfig
 
 METHODS = ("full", "lora", "qlora")
@@ -30,7 +31,10 @@ def config_command(
         ),
     ],
     gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="N", help="GPUs of one machine: 8, or 8xA100-80G. Required.")
+        str | None,
+        typer.Option(
+            "--gpus", metavar="N", help="GPUs of one machine: 8, or 8xA100-80G; 2x8 for two machines. Required."
+        ),
     ] = None,
     machines: Annotated[int, typer.Option("--machines", metavar="N", help="Machines, each with --gpus GPUs.")] = 1,
     method: Annotated[str, typer.Option("--method", metavar="NAME", help="full, lora or qlora.")] = "full",
@@ -73,7 +77,7 @@ def _config(
     problems: list[Problem] = []
     options = {"--gpus": gpus, "--machines": str(machines), "--method": method, **flags, "-o": output}
     facts, plan = _read_plan(model, gpus, machines, method, _command_line(model, options), problems)
-    config = _read_flags(flags, problems)
+    config = read_flags(flags, problems)
     if plan is not None:
         config = _fit_precision(config, plan.gpu, flags["--precision"], problems)
     path = check_output(output, force, problems)
@@ -107,7 +111,8 @@ def _read_plan(
     from dataclasses import replace
 
     from hf_fsdp.config.generate import LaunchPlan
-    from hf_fsdp.config.presets import find_model, parse_gpus
+    from hf_fsdp.config.hardware import parse_gpus
+    from hf_fsdp.config.presets import find_model
 
     facts = request = None
     try:
@@ -122,6 +127,15 @@ def _read_plan(
         problems.extend(error.problems)
     if machines < 1:
         problems.append(Problem(message=f"--machines {machines} is below 1", fix="--machines 1"))
+    elif request is not None and request.num_nodes > 1:
+        if machines not in (1, request.num_nodes):
+            problems.append(
+                Problem(
+                    message=f"--gpus {gpus} says {request.num_nodes} machines, --machines says {machines}",
+                    fix=f"--machines {request.num_nodes}",
+                )
+            )
+        machines = request.num_nodes
     method = _read_method(method, problems)
     if facts is None or request is None or machines < 1:
         return facts, None
@@ -152,7 +166,7 @@ def _read_method(text: str, problems: list[Problem]) -> str:
     return method
 
 
-def _read_flags(flags: dict[str, str], problems: list[Problem]) -> FSDPConfig:
+def read_flags(flags: dict[str, str], problems: list[Problem]) -> FSDPConfig:
     """Return the config that the usable flags state, each read like the section of the same name in YAML."""
     from hf_fsdp.config.schema import FSDPConfig
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_fsdp.config.presets import Gpu, ModelFacts
+from hf_fsdp.config.hardware import Gpu
+from hf_fsdp.config.presets import ModelFacts
 from hf_fsdp.config.validate import check_config
 from hf_fsdp.config.values import yaml_value
 from hf_fsdp.errors import ConfigError, Problem

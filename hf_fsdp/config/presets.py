@@ -1,4 +1,4 @@
-"""Known models and known GPUs, and what can be read about a model without torch."""
+"""Known models, and what can be read about a model without torch."""
 
 from __future__ import annotations
 
@@ -193,80 +193,6 @@ class ModelFacts:
     num_layers: int | None = None
     num_parameters: int | None = None
     note: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One GPU model: memory in GiB as its name says, and whether it computes in bf16."""
-
-    name: str
-    memory_gib: int
-    has_bf16: bool = True
-
-
-GPUS: tuple[Gpu, ...] = (
-    Gpu(name="A100-40G", memory_gib=40),
-    Gpu(name="A100-80G", memory_gib=80),
-    Gpu(name="H100-80G", memory_gib=80),
-    Gpu(name="H200-141G", memory_gib=141),
-    Gpu(name="L4-24G", memory_gib=24),
-    Gpu(name="A10G-24G", memory_gib=24),
-    Gpu(name="RTX4090-24G", memory_gib=24),
-    Gpu(name="V100-16G", memory_gib=16, has_bf16=False),
-    Gpu(name="V100-32G", memory_gib=32, has_bf16=False),
-    Gpu(name="T4-16G", memory_gib=16, has_bf16=False),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuRequest:
-    """What ``--gpus`` says: GPUs of one machine, and which GPU if it was named."""
-
-    count: int
-    gpu: Gpu | None = None
-
-
-def parse_gpus(text: str) -> GpuRequest:
-    """Return what ``--gpus`` says: ``8``, ``8xA100-80G``, or ``A100-80G`` for one.
-
-    Raises:
-        ConfigError: no such GPU, or no positive number of them.
-    """
-    match = re.fullmatch(r"\s*(?:(?P<count>[+-]?\d+)\s*(?:[x*×]\s*(?=\S)|$))?(?P<name>.*?)\s*", text, re.IGNORECASE)
-    count_text, name = (match["count"], match["name"]) if match else (None, text)
-    count = int(count_text) if count_text else 1
-    gpu = _find_gpu(name, text, count_text) if name else None
-    if not name and not count_text:
-        raise ConfigError(f"--gpus {text!r} is empty", fix="--gpus 8, or --gpus 8xA100-80G")
-    if count < 1:
-        raise ConfigError(
-            f"--gpus {text} is not a positive number of GPUs", fix=f"--gpus 1{'x' + gpu.name if gpu else ''}"
-        )
-    return GpuRequest(count=count, gpu=gpu)
-
-
-def _find_gpu(name: str, text: str, count_text: str | None) -> Gpu:
-    wanted = _plain(name)
-    exact = [gpu for gpu in GPUS if _plain(gpu.name) == wanted]
-    if exact:
-        return exact[0]
-    family = [gpu for gpu in GPUS if _plain(gpu.name.split("-")[0]) == wanted]
-    if len(family) == 1:
-        return family[0]
-    prefix = f"{count_text}x" if count_text else ""
-    near = [gpu.name for gpu in family] or nearest_names(name.strip(), [gpu.name for gpu in GPUS])
-    rule = "could be either of several GPUs" if family else "is not a GPU that hf-fsdp knows"
-    fix = " or ".join(f"--gpus {prefix}{candidate}" for candidate in near[:2])
-    raise ConfigError(
-        f"--gpus {text}: {name.strip()} {rule}",
-        fix=fix or f"--gpus {count_text or 8}   # the number alone",
-        near=", ".join(near) or ", ".join(gpu.name for gpu in GPUS),
-    )
-
-
-def _plain(name: str) -> str:
-    """Return a GPU name without case, separators and the B of GB: ``a100-80gb`` and ``A100 80G`` are one."""
-    return re.sub(r"gi?b$", "g", re.sub(r"[\s_-]", "", name.lower()))
 
 
 def find_model(model: str) -> ModelFacts:

@@ -15,6 +15,7 @@ from hf_fsdp.integrations.checkpoint_seams import checkpoints_of
 from hf_fsdp.integrations.data_draws import nothing_watched_after
 from hf_fsdp.integrations.evaluation import is_ours
 from hf_fsdp.integrations.kept_outputs import check_memory_before_training
+from hf_fsdp.integrations.plan_link import memory_followed_no_longer
 from hf_fsdp.integrations.preemption import preemption_of
 from hf_fsdp.integrations.trainer import doubt_class_attribute
 from hf_fsdp.monitor.random_state import preserved_random_state
@@ -38,6 +39,7 @@ def _train(
     """
     checkpoints = checkpoints_of(trainer)
     with _lost_process_explained(trainer), nothing_watched_after(), contextlib.ExitStack() as stack:
+        stack.enter_context(memory_followed_no_longer(trainer))
         if (preemption := preemption_of(trainer)) is not None:
             stack.enter_context(preemption.watching(trainer))
         if is_ours(trainer) and str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":

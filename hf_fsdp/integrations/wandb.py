@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,15 @@ def log_first_step(report: Any) -> bool:
     if run is None:
         return False
     run.summary.update({f"hf_fsdp/{name}": value for name, value in asdict(report).items()})
+    return True
+
+
+def log_memory(numbers: Mapping[str, float]) -> bool:
+    """Send predicted and measured memory to the run's summary; return whether there is a run."""
+    run = _active_run()
+    if run is None:
+        return False
+    run.summary.update({f"hf_fsdp/{name}": value for name, value in numbers.items()})
     return True
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp.torch_private import is_recomputing, storage_key
+from hf_fsdp.torch_private import FakeTensor, is_recomputing, storage_address, storage_key
 
 # Below this a copy costs more than the memory is worth: row statistics, random states, sizes.
 MIN_BYTES = 1024
@@ -106,13 +106,12 @@ class ActivationStore:
         data = torch.empty(copy.data.shape, dtype=torch.uint8, device=copy.device)
         data.copy_(copy.data, non_blocking=copy.data.is_pinned())
         self.bytes_returned += data.numel()
-        view = torch.empty(0, dtype=packed.dtype, device=copy.device)
-        return view.set_(data.untyped_storage(), packed.offset, packed.size, packed.stride)
+        whole = data.numel() // packed.dtype.itemsize * packed.dtype.itemsize
+        return data[:whole].view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the whole storage: views of one buffer share a copy, and every stride comes back as it was."""
-        storage = tensor.untyped_storage()
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        data = _bytes_of(tensor)
         pinned = self._pin_memory and tensor.device.type != "cpu"
         host = torch.empty(data.shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         host.copy_(data, non_blocking=pinned)
@@ -120,9 +119,19 @@ class ActivationStore:
         return host
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage under `tensor`, as bytes and without a copy."""
+    storage = tensor.untyped_storage()
+    count, rest = divmod(storage.nbytes(), tensor.element_size())
+    if rest:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    # Not by `set_` where it can be helped: under fake tensors that keeps the storage for ever.
+    return tensor.as_strided((count,), (1,), 0).view(torch.uint8)
+
+
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Plain strided tensors that are worth a copy; subclasses (quantized, simulated) stay where they are."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    """Plain strided tensors that are worth a copy; subclasses (quantized ones) stay where they are."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor) and tensor.layout is torch.strided
     return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.nbytes >= MIN_BYTES
 
 
@@ -132,7 +141,7 @@ def _is_parameter_of(block: nn.Module, tensor: torch.Tensor) -> bool:
     FSDP frees its bytes after the forward and fills the same storage again before the backward, so the saved tensor
     must go on pointing there. Asked anew each time: gathering and freeing swap the parameters of a module.
     """
-    address = tensor.untyped_storage().data_ptr()
+    address = storage_address(tensor)
     return any(address == held for held in _parameter_addresses(block))
 
 
@@ -140,4 +149,4 @@ def _parameter_addresses(block: nn.Module) -> Iterator[int]:
     for module in block.modules():
         for parameter in module._parameters.values():
             if parameter is not None and not isinstance(parameter, DTensor):
-                yield parameter.untyped_storage().data_ptr()
+                yield storage_address(parameter)

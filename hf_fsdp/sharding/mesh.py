@@ -77,12 +77,19 @@ def shard_axis_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
+def is_simulated() -> bool:
+    """Return whether the other ranks exist only by name (torch's fake group, in the planner): nobody to agree with."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
 def agreement_group() -> dist.ProcessGroup:
     """Return the gloo group over all ranks that agreements run on: CPU objects, no device wait, never mixed with NCCL.
 
     Made once per process group; every rank must make its first call at the same point.
     """
-    default = dist.group.WORLD
+    default: Any = dist.group.WORLD
+    if is_simulated():
+        return default
     if default not in _agreement_groups:
         _agreement_groups.clear()  # an earlier default group is gone with its side group
         _agreement_groups[default] = dist.new_group(backend="gloo")
@@ -131,7 +138,7 @@ def rank() -> int:
 
 def agree_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's `value`, in rank order; collective on `group`, by default the agreement group."""
-    if world_size() == 1:
+    if world_size() == 1 or is_simulated():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value, group=group or agreement_group())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp.errors import Problem, ShardingError
-from hf_fsdp.sharding.mesh import agree_all, agreement_group, world_size
+from hf_fsdp.sharding.mesh import agree_all, agreement_group, is_simulated, world_size
 from hf_fsdp.sharding.modalities import Fusion, Modality, find_fusion
 from hf_fsdp.sharding.stand_in_inputs import count_values, outline, stand_in, tensors_in
 
@@ -44,7 +44,7 @@ def install_missing_images(model: nn.Module, device_type: str) -> None:
         ShardingError: in a forward, on all ranks alike: ranks differ and the model's tower cannot be run alone
             (Mllama skips its cross attention too).
     """
-    fusion = find_fusion(model) if world_size() > 1 else None
+    fusion = find_fusion(model) if world_size() > 1 and not is_simulated() else None
     if fusion is None:
         return
     ranks = _RanksInStep(fusion, torch.device(device_type))

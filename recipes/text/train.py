@@ -22,6 +22,7 @@ from trl.chat_template_utils import get_training_chat_template
 
 from hf_fsdp import (
     FSDPCallback,
+    MemoryPlanCallback,
     MetricsCallback,
     SamplesCallback,
     data,
@@ -53,6 +54,7 @@ class RecipeArguments:
     print_examples: int = option(0, "Print so many training examples with the tokens that count in the loss.")
     preview: int = option(0, "Print so many training examples as trained, and leave before any weights are loaded.")
     require_sharding: bool = option(False, "Refuse to train in one process, where nothing is sharded.")
+    plan_memory: bool = option(False, "Predict the memory of this run beside its first steps, measure it, compare.")
 
 
 ARGUMENT_CLASSES = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig)
@@ -168,6 +170,7 @@ def main(argv: list[str]) -> None:
         callbacks=[
             FSDPCallback(fsdp),
             MetricsCallback(),
+            *([MemoryPlanCallback()] if recipe.plan_memory else []),
             *([SamplesCallback(num_samples=recipe.eval_samples)] if recipe.eval_samples else []),
         ],
     )

@@ -22,6 +22,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, 
 from hf_fsdp import (
     AnswersCallback,
     FSDPCallback,
+    MemoryPlanCallback,
     MetricsCallback,
     check_part_rates,
     data,
@@ -70,6 +71,7 @@ class RecipeArguments:
     answer_tokens: int = option(32, "The longest answer, in tokens.")
     preview: int = option(0, "Print so many training examples as trained, and leave before any weights are loaded.")
     require_sharding: bool = option(False, "Refuse to train in one process, where nothing is sharded.")
+    plan_memory: bool = option(False, "Predict the memory of this run beside its first steps, measure it, compare.")
 
 
 ARGUMENT_CLASSES = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig)
@@ -187,7 +189,7 @@ def main(argv: list[str]) -> None:
     held_out_rows = held_out and data.check_images(held_out.dataset, collator, recipe.check_data, what="held-out")
     if training.train_sampling_strategy == "group_by_length":
         rows = data.add_lengths(rows, collator, show_progress=RANK == 0)
-    callbacks = [FSDPCallback(fsdp), MetricsCallback()]
+    callbacks = [FSDPCallback(fsdp), MetricsCallback(), *([MemoryPlanCallback()] if recipe.plan_memory else [])]
     if recipe.answers and held_out_rows:
         metrics = recipe.answer_metrics or ["exact_match"]
         limits = {"num_rows": recipe.answers, "max_new_tokens": recipe.answer_tokens}

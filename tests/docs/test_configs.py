@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hf_fsdp.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LAUNCH_FILES = sorted(CONFIGS.glob("*.y*ml"))
+PLAN_LINE = r"^# Plan: (?P<gib>[\d.]+) GiB a GPU on (?P<gpus>\d+) GPUs, simulated"
 RUN_FILES = sorted((CONFIGS / "train").glob("*.y*ml"))
 
 
@@ -46,3 +48,17 @@ def test_a_committed_launch_file_is_what_its_command_writes(path: Path) -> None:
     assert words[-2:] == ["-o", f"configs/{path.name}"]
     written = CliRunner().invoke(app, words[:-2], catch_exceptions=False).stdout
     assert written == text.replace(f" -o configs/{path.name}", "")
+
+
+def test_every_run_file_says_what_it_needs_and_the_planner_agrees() -> None:
+    from hf_fsdp.plan.search.recipe_run import read_recipe_run
+    from hf_fsdp.plan.service import Service
+
+    lines = {path: re.search(PLAN_LINE, path.read_text(encoding="utf-8"), re.MULTILINE) for path in RUN_FILES}
+    assert all(lines.values()), f"without a plan line: {[path.name for path, line in lines.items() if not line]}"
+    jobs = [read_recipe_run(path, int(line["gpus"])) for path, line in lines.items() if line]
+    with Service() as service:
+        simulations = service.simulate(jobs)
+    for (path, line), simulation in zip(lines.items(), simulations, strict=True):
+        assert line
+        assert float(line["gib"]) == pytest.approx(simulation.peak.num_bytes / 2**30, abs=0.06, rel=0.01), path.name

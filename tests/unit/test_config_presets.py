@@ -1,4 +1,4 @@
-"""Known models and GPUs: every figure counted from the published sizes, every name found in transformers."""
+"""Known models: every figure counted from the published sizes, every name found in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp.config.presets import BLOCK_CLASSES, GPUS, MODEL_PRESETS, ModelPreset, find_model, parse_gpus
+from hf_fsdp.config.presets import BLOCK_CLASSES, MODEL_PRESETS, ModelPreset, find_model
 from hf_fsdp.errors import ConfigError
 
 # From each repository's config.json: class of its config, then the sizes that decide the parameter count.
@@ -137,51 +137,3 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, files: dict[str, s
     assert re.search(message, caught.value.problems[0].message)
     if "adapter_config.json" in files:
         assert caught.value.problems[0].fix == "name its base model: org/base"
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "name"),
-    [
-        ("8", 8, None),
-        (" 8 ", 8, None),
-        ("8xA100-80G", 8, "A100-80G"),
-        ("8 x a100-80gb", 8, "A100-80G"),
-        ("4xH100", 4, "H100-80G"),
-        ("A10G", 1, "A10G-24G"),
-        ("2xRTX 4090", 2, "RTX4090-24G"),
-        ("T4-16G", 1, "T4-16G"),
-    ],
-)
-def test_gpus_are_read_as_people_write_them(text: str, count: int, name: str | None) -> None:
-    request = parse_gpus(text)
-    assert request.count == count
-    assert (request.gpu.name if request.gpu else None) == name
-
-
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_every_gpu_is_found_by_its_own_name_and_its_name_states_its_memory(gpu: Any) -> None:
-    assert parse_gpus(f"2x{gpu.name}").gpu is gpu
-    assert gpu.name.endswith(f"-{gpu.memory_gib}G")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0", "not a positive number"),
-        ("-2", "not a positive number"),
-        ("0xA100-80G", "not a positive number"),
-        ("8xA100", "could be either of several GPUs"),
-        ("8xH1000", "is not a GPU that hf-fsdp knows"),
-        ("eight", "is not a GPU that hf-fsdp knows"),
-        ("8x", "is not a GPU that hf-fsdp knows"),
-        ("2.5", "is not a GPU that hf-fsdp knows"),
-        ("", "is empty"),
-    ],
-)
-def test_gpus_that_cannot_be_are_refused_and_the_fix_works(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        parse_gpus(text)
-    first = (
-        caught.value.problems[0].fix.partition("   #")[0].removeprefix("--gpus ").partition(" or ")[0].partition(",")[0]
-    )
-    assert parse_gpus(first).count >= 1

@@ -1,0 +1,100 @@
+"""Options of `hf-fsdp plan` that contradict each other, whatever their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+from hf_fsdp.errors import ConfigError, HfFsdpError, Problem
+
+Options = Mapping[str, Any]
+QUESTIONS = ("max_batch", "min_gpus", "compare")
+# What only a ranked plan has; what may stand beside a run config, which says all else itself.
+_OF_A_PLAN = ("html", "write", "why", "top", "exact", "price", "tokens")
+_OF_A_RUN = ("gpus", "gpu_memory", "exact", "why", "as_json", "html", "force", "price", "tokens", "host_memory")
+
+_Value = TypeVar("_Value")
+
+
+class Problems:
+    """Problems of one command line, collected while it is read."""
+
+    def __init__(self) -> None:
+        self.found: list[Problem] = []
+
+    def attempt(self, read: Callable[[], _Value]) -> _Value | None:
+        """Return what `read` does; None where it raises an error of ours, which is kept."""
+        try:
+            return read()
+        except HfFsdpError as error:
+            self.found.extend(error.problems)
+            return None
+
+    def refuse(self) -> None:
+        """Raise what was found, all of it.
+
+        Raises:
+            ConfigError: there is something.
+        """
+        if self.found:
+            raise ConfigError(list(dict.fromkeys(self.found)))
+
+
+def flag_of(name: str) -> str:
+    """Return an option as a person types it."""
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+
+
+def check_together(options: Options, typed: Collection[str], *, is_run: bool) -> Iterator[Problem]:
+    """Yield what in a command line contradicts itself, whatever its values.
+
+    Args:
+        options: by name.
+        typed: names of those that were typed.
+        is_run: whether MODEL is a run config.
+    """
+    kinds = [name for name in QUESTIONS if options[name]]
+    if len(kinds) > 1:
+        yield Problem(
+            message=f"{' and '.join(flag_of(kind) for kind in kinds)} are questions of their own",
+            fix="ask one at a time",
+        )
+    if kinds and not is_run:
+        for name in _OF_A_PLAN:
+            if name in typed:
+                yield Problem(
+                    message=f"{flag_of(name)} is of a plan, and {flag_of(kinds[0])} answers with a table",
+                    fix=f"leave out {flag_of(name)}, or {flag_of(kinds[0])}",
+                )
+    if is_run:
+        yield from _check_run(options, typed)
+    elif "micro_batch_size" in typed and not options["max_batch"]:
+        yield Problem(
+            message="--micro-batch-size is of --max-batch; a plan tries every micro-batch of the global batch",
+            fix="--max-batch beside it, or leave it out",
+        )
+    if options["price"] is not None and options["tokens"] is None:
+        yield Problem(message="--price without --tokens: the cost of what?", fix="--tokens 1B, or leave --price out")
+    if options["top"] < 1:
+        yield Problem(message=f"--top {options['top']} shows no plan", fix="--top 5")
+    adapters = [flag_of(name) for name in ("lora_r", "lora_dropout") if name in typed]
+    if adapters and options["method"].strip().lower() == "full" and not is_run:
+        yield Problem(
+            message=f"{' and '.join(adapters)}: --method full has no adapters",
+            fix="--method lora, or leave them out",
+        )
+
+
+def _check_run(options: Options, typed: Collection[str]) -> Iterator[Problem]:
+    others = [name for name in typed if name not in (*_OF_A_RUN, "model", "top", "write")]
+    if others:
+        yield Problem(
+            message=f"{options['model']} is planned as it stands, and {', '.join(map(flag_of, others))} would change "
+            "it or ask something else",
+            fix="change the file, or name its model in place of it: hf-fsdp plan llama-2-7b ...",
+        )
+    if options["write"]:
+        yield Problem(
+            message=f"--write {options['write']}: {options['model']} is a run config already",
+            fix="start it as it is; or name its model in place of it, and --write what the search finds",
+        )

@@ -1,0 +1,1 @@
+"""From MODEL as a person types it to a config, without weights."""

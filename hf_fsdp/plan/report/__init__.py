@@ -1,0 +1,1 @@
+"""What a person gets to see of a plan: terminal, JSON, page, files."""

@@ -1,0 +1,1 @@
+"""One step on fake tensors: build, shard, run, and read the log of storages."""

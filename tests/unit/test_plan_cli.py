@@ -1,0 +1,303 @@
+"""`hf-fsdp plan` as a person meets it: every question, every file it leaves, every error with its repair."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from hf_fsdp.cli import app
+from hf_fsdp.plan import service
+from hf_fsdp.plan.simulation import TimelinePoint
+from tests.unit.lawful_steps import LawfulSimulator
+from tests.unit.test_plan_report import SCHEMA, problems
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = "llama-2-7b --gpus 8xA100-80G --max-length 4096"
+RUN = str(ROOT / "configs" / "train" / "llama2_7b_full.yaml")
+
+
+@pytest.fixture(autouse=True)
+def simulator(monkeypatch: pytest.MonkeyPatch) -> LawfulSimulator:
+    """Steps by formulas in place of those of the simulator."""
+
+    class WithTimeline(LawfulSimulator):
+        def __call__(self, jobs: Any) -> list[Any]:
+            return [
+                dataclasses.replace(one, timeline=_timeline(one) if job.timeline else ())
+                for job, one in zip(jobs, super().__call__(jobs), strict=True)
+            ]
+
+    def _timeline(one: Any) -> tuple[TimelinePoint, ...]:
+        return tuple(
+            TimelinePoint(operator=place, phase=phase.name, categories=phase.categories)
+            for place, phase in enumerate(one.phases)
+        )
+
+    lawful = WithTimeline()
+    monkeypatch.setattr(service, "simulate", lawful)
+    return lawful
+
+
+def plan(line: str) -> Any:
+    """Run a command line; a traceback fails the test."""
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False)
+
+
+def shown(line: str) -> str:
+    found = plan(line)
+    assert found.exit_code == 0, found.output
+    return str(found.output)
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_ranked_and_says_what_comes_next() -> None:
+    text = shown(LLAMA)
+    assert "Fits: " in text and "Does not fit, nearest first" in text and "Why #1" not in text
+    assert "hf-fsdp plan llama-2-7b --gpus 8xA100-80G --max-length 4096 --write planned" in text
+
+
+def test_why_adds_reasons_phases_and_the_reserve() -> None:
+    text = shown(f"{LLAMA} --why --top 2")
+    assert "Why #1: reshard" in text and "Why #3" not in text
+    assert "The largest phases of #1, simulated" in text and "Reserve of each GPU" in text
+
+
+def test_json_follows_the_schema_and_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+    line = f"{LLAMA} --price 2.5 --tokens 1.5B --json --write {tmp_path / 'planned'}"
+    found = plan(line)
+    data = json.loads(found.stdout)
+    assert problems(data, SCHEMA) == []
+    assert data["request"]["training_tokens"] == 1_500_000_000 and data["candidates"][0]["estimated"]["cost"]
+    assert data["command"] == f"hf-fsdp plan {LLAMA} --price 2.5 --tokens 1.5B"
+    assert "wrote" in found.stderr
+
+
+def test_the_command_of_a_plan_asks_the_same_again() -> None:
+    options = "--method lora --lora-r 32 --lora-dropout 0.1 --no-padded --offload none --global-batch-size 128"
+    first = json.loads(shown(f"{LLAMA} {options} --json"))
+    again = json.loads(shown(first["command"].removeprefix("hf-fsdp plan ") + " --json"))
+    assert again["request"] == first["request"] and not first["request"]["padded"]
+    assert first["request"]["method"]["lora_r"] == 32 and first["request"]["fixed"]["offload.parameters"] is False
+
+
+def test_a_page_shows_the_whole_step_over_time(tmp_path: Path, simulator: LawfulSimulator) -> None:
+    page = tmp_path / "plan.html"
+    assert f"wrote {page}" in shown(f"{LLAMA} --html {page}")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>") or page.stat().st_size > 10**6
+    assert simulator.jobs[-1].timeline and simulator.jobs[-1].exact
+    refused = plan(f"{LLAMA} --html {page}")
+    assert refused.exit_code == 2 and "exists and is not overwritten" in refused.output
+    assert shown(f"{LLAMA} --html {page} --force")
+
+
+def test_written_files_are_a_run_that_the_planner_reads_again(tmp_path: Path) -> None:
+    folder = tmp_path / "planned"
+    text = shown(f"{LLAMA} --write {folder}")
+    assert text.count("wrote ") == 4 and "run   accelerate launch" in text
+    run = yaml.safe_load((folder / "train.yaml").read_text(encoding="utf-8"))
+    assert run["max_length"] == 4096 and run["global_batch_size"] == 64
+    refused = plan(f"{LLAMA} --write {folder}")
+    assert refused.exit_code == 2 and "train.yaml" in refused.output and "--force replaces them" in refused.output
+    assert "it fits" in shown(f"{folder / 'train.yaml'} --gpus 8xA100-80G")
+
+
+def test_exact_simulates_every_layer_of_the_first_plan(simulator: LawfulSimulator) -> None:
+    assert "#1 was simulated with all of its layers" in shown(f"{LLAMA} --exact").replace("\n    ", " ")
+    assert [job.exact for job in simulator.jobs].count(True) == 1
+
+
+def test_max_batch_prints_the_answer_and_one_step_above_it() -> None:
+    text = shown(f"{LLAMA} --max-batch --micro-batch-size 4")
+    assert "one row more" in text and "longest rows         4 x 4,096 tokens" in text
+    data = json.loads(shown(f"{LLAMA} --max-batch --json"))
+    assert data["largest_batch"]["fits"] and not data["one_row_more"]["fits"]
+
+
+def test_min_gpus_prints_a_command_that_ranks_what_it_found() -> None:
+    text = shown("llama-2-7b --min-gpus --max-length 4096")
+    command = text.split("next  ")[1].splitlines()[1].strip()
+    assert command.startswith("hf-fsdp plan meta-llama/Llama-2-7b-hf --gpus ") and "--max-length 4096" in command
+    assert "Fits: " in shown(command.removeprefix("hf-fsdp plan "))
+    if "V100" in command or "T4" in command:
+        assert "--precision fp16-mixed" in command
+    told = shown("llama-2-7b --min-gpus --gpus 8xA100-80G")
+    assert "--gpus 8xA100-80G was not looked at" in told
+    assert json.loads(shown("llama-2-7b --min-gpus --json"))["rows"]
+
+
+def test_strategies_are_compared() -> None:
+    text = shown(f"{LLAMA} --compare ddp,fsdp,fsdp-offload")
+    assert "lacks" in text and "fsdp-offload" in text
+    assert len(json.loads(shown(f"{LLAMA} --compare ddp,fsdp --json"))["rows"]) == 2
+
+
+def test_a_run_config_is_planned_as_it_stands(simulator: LawfulSimulator) -> None:
+    text = shown(f"{RUN} --gpus 8xA100-80G --price 2 --tokens 1B --why")
+    assert "as it stands: it fits" in text and "The largest phases of the step" in text and "days, cost" in text
+    assert "torchrun --nproc_per_node 8 recipes/text/train.py" in text and "write the files" not in text
+    assert len(simulator.jobs) == 1
+    small = shown(f"{RUN} --gpus 4xRTX4090")
+    assert "it does not fit, it lacks" in small and "a way that fits" in small and "torchrun" not in small
+    joined = small.split("a way that fits:")[1].replace("\\\n", " ").strip()
+    assert "Fits: " in shown(joined.removeprefix("hf-fsdp plan "))
+
+
+def test_a_run_config_as_json_and_as_a_page(tmp_path: Path, simulator: LawfulSimulator) -> None:
+    page = tmp_path / "run.html"
+    data = json.loads(plan(f"{RUN} --gpus 8xA100-80G --json --html {page}").stdout)
+    assert problems(data, SCHEMA) == [] and data["title"] == f"the run of {RUN}"
+    assert page.stat().st_size > 10**5 and [job.timeline for job in simulator.jobs] == [True]
+
+
+def test_models_with_pictures_have_one_a_row_and_train_what_the_recipe_trains(simulator: LawfulSimulator) -> None:
+    request = json.loads(shown("llava-1.5-7b --gpus 8xA100-80G --json"))["request"]
+    assert request["num_images"] == 1 and request["method"]["trainable"] == ["language", "projector"]
+    assert simulator.jobs[0].batch.num_images == 1
+    lora = json.loads(shown("qwen2.5-vl-7b --gpus 8xA100-80G --method lora --image-size 448x672 --json"))
+    assert lora["request"]["method"]["lora_parts"] == ["language"]
+    assert lora["candidates"][0]["job"]["batch"]["image_size"] == [448, 672]
+    everything = json.loads(shown("llava-1.5-7b --gpus 8xA100-80G --trainable all --json"))["request"]
+    assert everything["method"]["trainable"] == []
+    text = json.loads(shown("gemma-3-4b --gpus 8xA100-80G --num-images 0 --json"))["request"]
+    assert text["num_images"] == 0 and text["method"]["trainable"] == []
+
+
+def test_a_section_of_a_file_is_fixed_and_flags_come_over_it(tmp_path: Path, simulator: LawfulSimulator) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("max_length: 3\nfsdp:\n  activation_checkpointing: full\n  offload: activations\n")
+    request = json.loads(shown(f"{LLAMA} --config {file} --offload none --json"))["request"]
+    assert request["fixed"]["activation_checkpointing.mode"] == "full" and request["max_length"] == 4096
+    assert {job.fsdp.activation_checkpointing.mode for job in simulator.jobs} == {"full"}
+    assert {job.fsdp.offload.activations for job in simulator.jobs} == {"none"}
+
+
+def test_other_hardware_is_a_number_and_a_memory() -> None:
+    request = json.loads(shown("llama-2-7b --gpus 2x8 --gpu-memory 40GiB --host-memory 1TiB --json"))["request"]
+    assert request["num_gpus"] == 16 and request["gpu_memory_bytes"] == 40 * 2**30
+    assert request["host_memory_bytes"] == 2**40
+
+
+def test_the_built_in_list_needs_no_other_word() -> None:
+    assert "llama-2-7b" in shown("--list-models").splitlines()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", ["2 problems", "MODEL is missing", "--gpus is missing"]),
+        ("llama-2-7c --gpus 8xA100-81G", ["2 problems", "'llama-2-7c' is not in", "A100-80G"]),
+        ("llama-2-7b --gpus 8", ["says how many and not which", "--gpus 8xA100-80G"]),
+        ("llama-2-7b --gpus 2x8xH100 --gpu-memory 40GiB", ["both say", "--gpus 2x8 --gpu-memory 40GiB"]),
+        (f"{LLAMA} --gpus 0xH100", ["not a positive number"]),
+        (f"{LLAMA} --max-batch --min-gpus", ["--max-batch and --min-gpus are questions of their own"]),
+        (f"{LLAMA} --max-batch --html x.html --why", ["2 problems", "--html is of a plan", "--why is of a plan"]),
+        (f"{LLAMA} --micro-batch-size 2", ["of --max-batch"]),
+        (f"{LLAMA} --max-batch --micro-batch-size 0", ["--micro-batch-size 0 is no number of rows"]),
+        (f"{LLAMA} --price 2", ["--price without --tokens"]),
+        (f"{LLAMA} --price -2 --tokens 1B", ["--price -2 an hour is no price"]),
+        (f"{LLAMA} --tokens many", ["--tokens many is no number of tokens"]),
+        (f"{LLAMA} --tokens 0", ["--tokens 0 is no number of tokens"]),
+        (f"{LLAMA} --top 0", ["--top 0 shows no plan"]),
+        (f"{LLAMA} --host-memory 12", ["--host-memory 12 is no size"]),
+        (f"{LLAMA} --image-size large", ["--image-size large is no height and width"]),
+        (f"{LLAMA} --image-size 448", ["--image-size 448x448 without pictures"]),
+        (f"{LLAMA} --num-images 1", ["text alone and takes no pictures"]),
+        (f"{LLAMA} --num-images -1", ["--num-images -1 is below 0"]),
+        (f"{LLAMA} --optim adamw_8bit", ["--optim adamw_8bit is not known", "adamw_torch"]),
+        (f"{LLAMA} --loss ce --attention flash", ["2 problems", "--loss ce", "--attention flash"]),
+        (f"{LLAMA} --lora-r 8", ["--lora-r: --method full has no adapters"]),
+        (f"{LLAMA} --method lora --lora-r 0", ["--lora-r 0"]),
+        (f"{LLAMA} --method lora --trainable language", ["parts of a full fine-tuning"]),
+        (f"{LLAMA} --packing --padded", ["--packing fills every row and --padded"]),
+        (f"{LLAMA} --max-length 8192", ["4096 positions", "--max-length 4096"]),
+        (f"{LLAMA} --max-length 0", ["--max-length 0 leaves rows without a token"]),
+        (f"{LLAMA} --global-batch-size 60", ["--global-batch-size 64"]),
+        (f"{LLAMA} --global-batch-size -8", ["--global-batch-size -8"]),
+        ("llama-2-7b --min-gpus --global-batch-size 0", ["--global-batch-size 0"]),
+        (f"{LLAMA} --config nowhere.yaml --offload nvme", ["2 problems", "nowhere.yaml does not exist", "nvme"]),
+        (f"{LLAMA} --precision bf8", ["bf8"]),
+        ("llama-2-7b --gpus 8xV100-32G --precision bf16", ["does not compute in bfloat16"]),
+        ("llama-2-7b --gpus 1xH200 --offload parameters", ["there is one GPU"]),
+        ("qwen2.5-vl-7b --gpus 8xH100", ["needs a size of its pictures", "--image-size 448x448"]),
+        ("llava-1.5-7b --gpus 8xH100 --max-length 512", ["1 x 576 tokens of pictures exceed the 512"]),
+        ("llava-1.5-7b --gpus 8xH100 --packing", ["rows with pictures are not packed"]),
+        (f"{RUN}", ["--gpus is missing"]),
+        (f"{RUN} --gpus 8xH100 --max-length 9 --max-batch --write x", ["2 problems", "is planned as it stands"]),
+        ("nowhere.yaml --top 0", ["3 problems", "nowhere.yaml cannot be read", "--gpus is missing", "--top 0"]),
+        (f"{RUN} --gpus 6xH100", ["cannot be spread over 6 GPUs"]),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_simulated(
+    line: str, words: list[str], simulator: LawfulSimulator
+) -> None:
+    found = plan(line)
+    assert found.exit_code == 2, found.output
+    for word in words:
+        assert word in found.output
+    assert ("problems" in found.output) == ("problems" in words[0])
+    assert "\n  fix   " in found.output and not simulator.jobs
+
+
+def test_errors_are_json_for_those_who_read_json() -> None:
+    found = plan(f"{LLAMA} --top 0 --json")
+    assert found.exit_code == 2 and "--top 0" in json.loads(found.stdout)["error"]
+
+
+def test_a_model_that_does_not_fit_is_an_error_with_what_would_do() -> None:
+    found = plan("llama-2-7b --gpus 2xRTX4090 --offload none")
+    assert found.exit_code == 1 and "fits in no way" in found.output and "--gpus 8xRTX4090-24G" in found.output
+
+
+def test_files_in_the_way_are_told_before_the_search(tmp_path: Path, simulator: LawfulSimulator) -> None:
+    (tmp_path / "planned").write_text("a file")
+    found = plan(f"{LLAMA} --html {tmp_path} --write {tmp_path / 'planned'} --top 0")
+    assert found.exit_code == 2 and "3 problems" in found.output and not simulator.jobs
+
+
+# -- the real simulator -----------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_of_a_file_is_planned_by_real_simulations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One structure, so few simulations; the shards of 4 GPUs by arithmetic: a quarter of 4, 4 and 8 bytes a weight."""
+    monkeypatch.undo()
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fixed = tmp_path / "fixed.yaml"
+    fixed.write_text("fsdp: {activation_checkpointing: full, offload: none, sharding: {reshard_after_forward: true}}\n")
+    line = f"{tmp_path} --gpus 4xT4 --max-length 128 --global-batch-size 4 --config {fixed}"
+    data = json.loads(shown(f"{line} --json"))
+    assert problems(data, SCHEMA) == []
+    best = data["candidates"][0]
+    count = data["model"]["num_parameters"]
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
+    assert count == 4 * layer + 2 * 512 * 64 + 64
+    states = best["simulated"]["state_bytes"]
+    assert count <= states["parameters"] <= 1.05 * count and count <= states["gradients"] <= 1.05 * count
+    assert 2 * count <= states["optimizer"] <= 2.1 * count
+    assert best["simulated"]["peak_bytes"] > sum(states.values())
+    assert len(data["candidates"]) == 1
+    assert best["job"]["fsdp"]["precision"]["preset"] == "fp16-mixed" and best["fits"]
