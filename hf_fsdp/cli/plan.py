@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_fsdp.plan.candidate import Plan
 
 # What is done with a plan, not what is asked.
-_NOT_ASKED = ("model", "as_json", "html", "write", "force", "why", "top", "list_models")
+_NOT_ASKED = ("model", "as_json", "html", "write", "force", "pick", "why", "top", "list_models")
 
 
 def plan_command(
@@ -126,6 +126,7 @@ def plan_command(
     write: Annotated[
         str | None, typer.Option("--write", metavar="DIR", help="Write launch file, FSDP config and run config.")
     ] = None,
+    pick: Annotated[int, typer.Option("--pick", metavar="N", help="Which of the ranked plans --write writes.")] = 1,
     force: Annotated[bool, typer.Option("--force", help="Replace files.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Of a model on the hub.")] = None,
     trust_remote_code: Annotated[

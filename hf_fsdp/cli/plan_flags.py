@@ -10,7 +10,7 @@ from hf_fsdp.errors import ConfigError, HfFsdpError, Problem
 Options = Mapping[str, Any]
 QUESTIONS = ("max_batch", "min_gpus", "compare")
 # What only a ranked plan has; what may stand beside a run config, which says all else itself.
-_OF_A_PLAN = ("html", "write", "why", "top", "exact", "price", "tokens")
+_OF_A_PLAN = ("html", "write", "pick", "why", "top", "exact", "price", "tokens")
 _OF_A_RUN = ("gpus", "gpu_memory", "exact", "why", "as_json", "html", "force", "price", "tokens", "host_memory")
 
 _Value = TypeVar("_Value")
@@ -75,6 +75,8 @@ def check_together(options: Options, typed: Collection[str], *, is_run: bool) ->
         )
     if options["price"] is not None and options["tokens"] is None:
         yield Problem(message="--price without --tokens: the cost of what?", fix="--tokens 1B, or leave --price out")
+    if options["pick"] < 1:
+        yield Problem(message=f"--pick {options['pick']} is no rank of a plan", fix="--pick 1   # the best")
     if options["top"] < 1:
         yield Problem(message=f"--top {options['top']} shows no plan", fix="--top 5")
     adapters = [flag_of(name) for name in ("lora_r", "lora_dropout") if name in typed]

@@ -93,7 +93,7 @@ def show_plan(plan: Plan, options: Options, *, is_run: bool = False) -> None:
     if options["write"]:
         from hf_fsdp.plan.report.files import write_plan
 
-        written = write_plan(plan, options["write"], force=options["force"])
+        written = write_plan(plan, options["write"], rank=options["pick"], force=options["force"])
         for path in written.paths:
             _tell(f"wrote {path}", options)
         _tell(f"run   {written.command}", options)

@@ -15,6 +15,7 @@ from hf_fsdp.plan.job import Method
 from hf_fsdp.plan.search.bounds import estimate_state_bytes
 from hf_fsdp.plan.search.evaluation import Evaluation
 from hf_fsdp.plan.search.expected_speed import expected_speed
+from hf_fsdp.plan.search.ranking import SAME_SPEED
 from hf_fsdp.plan.search.search import MAX_EXPLORING, MAX_PROVING, search
 from hf_fsdp.plan.search.structures import build_job, list_structures
 from tests.unit.lawful_steps import GIB, LawfulSimulator, make_request, simulate_lawfully
@@ -120,7 +121,7 @@ def test_tied_speeds_are_decided_by_room() -> None:
         return expected_speed(request, item.job, item.simulation)
 
     fastest = max(speed(item) for item in plan.fitting)
-    tied = [item for item in plan.fitting if speed(item) >= 0.99 * fastest]
+    tied = [item for item in plan.fitting if speed(item) >= (1 - SAME_SPEED) * fastest]
     assert len(tied) > 1 and tied[0] is plan.fitting[0]
     room = [min(item.headroom_bytes, 0.1 * item.usable_bytes) for item in tied]
     assert room == sorted(room, reverse=True)

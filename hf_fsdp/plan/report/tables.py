@@ -9,7 +9,7 @@ from hf_fsdp.plan.candidate import Candidate, Plan, PlanRequest
 from hf_fsdp.plan.report.document import plan_to_json
 from hf_fsdp.plan.report.figures import format_speed
 from hf_fsdp.plan.report.section import COMMAND_INDENT, Section
-from hf_fsdp.plan.report.settings import describe_job
+from hf_fsdp.plan.report.settings import describe_checkpointing, describe_job
 from hf_fsdp.plan.search.batch_size import LargestBatch, LongestRows
 from hf_fsdp.plan.search.compare import Comparison
 from hf_fsdp.plan.search.search_command import search_command
@@ -139,14 +139,16 @@ def comparison_table(found: Comparison) -> Section:
                 (format_speed(chosen) or "-") if chosen.fits else f"lacks {format_bytes(chosen.missing_bytes)}",
             )
         )
-    first = found.rows[0].candidate
+    memory = format_bytes(found.request.gpu_memory_bytes)
     return Section(
-        title=f"{_subject(found.request)}, {format_bytes(first.usable_bytes)} usable. {_LABEL}",
+        title=f"{_subject(found.request)}, {memory} each. {_LABEL}",
         header=("STRATEGY", "ONE ROW", "LARGEST BATCH", "BATCH X STEPS", "PEAK", "HOST", "TOKENS/S"),
         rows=tuple(rows),
         right=(1, 2, 3, 4, 5, 6),
         lines=(
             "one row: at micro-batch 1; peak and host (of one process) and tokens/s (of all GPUs) are of batch x steps",
+            f"checkpointing: {describe_checkpointing(found.rows[0].candidate.job.fsdp)}, where no name says otherwise; "
+            "--activation-checkpointing sets it",
             *_note_lines(found.notes),
         ),
     )

@@ -9,7 +9,7 @@ from hf_fsdp.plan.candidate import Candidate
 from hf_fsdp.plan.search.structures import Structure
 
 # An estimated speed does not tell candidates apart that are closer than this.
-SAME_SPEED = 0.01
+SAME_SPEED = 0.03
 # More room than this share of the usable memory makes no run safer.
 _ENOUGH_ROOM = 0.10
 

@@ -6,9 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_fsdp.errors import PlanError
 from hf_fsdp.plan.candidate import Plan, PlanRequest
-from hf_fsdp.plan.search.check import check_request
+from hf_fsdp.plan.search.check import check_request, refuse
 from hf_fsdp.plan.search.evaluation import Evaluation, Simulator, default_simulator
 from hf_fsdp.plan.search.facts import find_num_layers, find_versions
 from hf_fsdp.plan.search.recipe_run import read_recipe_run
@@ -57,8 +56,7 @@ def plan_recipe_run(
         attention=job.attention,
         config=job.fsdp,
     )
-    if problems := check_request(request):
-        raise PlanError(problems)
+    refuse(check_request(request))
     simulation = simulate([job])[0]
     return Plan(
         request=request,

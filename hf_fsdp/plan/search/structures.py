@@ -63,7 +63,7 @@ def list_structures(request: PlanRequest) -> list[Structure]:
     """Return the structures that are open under `request`, by offload, then sharding, then checkpointing."""
     config = request.config
     offloads, shardings = list(_offloads(request).items()), list(_shardings(request).items())
-    checkpointings = _checkpointings(config)
+    checkpointings = _checkpointings(config, is_whole=request.num_gpus == 1)
     structures = []
     for offload, offload_keys in offloads:
         # What is offloaded for want of room does not then keep all weights, or more copies, on the GPU.
@@ -157,11 +157,16 @@ def _shardings(request: PlanRequest) -> dict[str, _Overrides]:
     return {name: found[name] for name in SHARDINGS if name in found}
 
 
-def _checkpointings(config: FSDPConfig) -> dict[str, _Overrides]:
+def _checkpointings(config: FSDPConfig, *, is_whole: bool = False) -> dict[str, _Overrides]:
     section = config.activation_checkpointing
     if any(key.startswith("activation_checkpointing.") for key in config.said):
         return {_checkpointing_of(config): {}}
     assert section.mode == "auto"  # nobody said anything
+    if is_whole:  # a single process has Trainer's own checkpointing, of all blocks
+        return {
+            "none": {"activation_checkpointing.mode": "none"},
+            "full": {"activation_checkpointing.mode": "full"},
+        }
     return {
         "none": {"activation_checkpointing.mode": "none"},
         "every second": {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 2},

@@ -7,16 +7,29 @@ float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from hf_fsdp.plan.simulator.device import GPU
+_state = {"on_gpu": False}
+
+
+@contextmanager
+def kernels_of_gpu(wanted: bool) -> Iterator[None]:
+    """Let the loss in chunks be what it is on a GPU, wherever the tensors are; else what it is on a CPU."""
+    before = _state["on_gpu"]
+    _state["on_gpu"] = wanted
+    try:
+        yield
+    finally:
+        _state["on_gpu"] = before
 
 
 def install_fused_loss() -> None:
-    """Give TRL's chunked loss the kernels of a GPU on the simulated device; nothing without TRL."""
+    """Give TRL's chunked loss the kernels of a GPU where `kernels_of_gpu` says so; nothing without TRL."""
     if find_spec("trl") is None:
         return
     from trl.kernels import chunked_logprob
@@ -26,7 +39,7 @@ def install_fused_loss() -> None:
     plain_product = chunked_logprob._addmm_fp32
 
     def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        if total.device.type != GPU:
+        if not _state["on_gpu"]:
             plain_product(total, left, right)
             return
         # Shapes alone, so that the work is counted and nothing is held.
@@ -37,7 +50,7 @@ def install_fused_loss() -> None:
 
 def _in_place(original: Any) -> Any:
     def fold(tile: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if tile.device.type == GPU else original(tile, *args, **kwargs)
+        return None if _state["on_gpu"] else original(tile, *args, **kwargs)
 
     return fold
 

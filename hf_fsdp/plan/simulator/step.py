@@ -19,6 +19,7 @@ from hf_fsdp.plan.simulator.build import build_model, materialize
 from hf_fsdp.plan.simulator.depth import Tower
 from hf_fsdp.plan.simulator.device import GPU, fake_tensors, simulated_ranks
 from hf_fsdp.plan.simulator.four_bits import state_tensors
+from hf_fsdp.plan.simulator.fused_loss import kernels_of_gpu
 from hf_fsdp.plan.simulator.phases import HEAD, START, watch_phases
 from hf_fsdp.plan.simulator.picture_values import MAX_KNOWN_VALUES, stand_in_for_values
 from hf_fsdp.plan.simulator.rope import hold_frequencies
@@ -79,7 +80,7 @@ def run_step(job: Job, depths: dict[str, int], towers: Sequence[Tower]) -> Step:
         num_before = len(tracker.events)
         watch_phases(model, tracker, towers, depths)
         needs_mask = job.batch.packed and not job.attention.startswith("flash")
-        with tracker, rows_are_packed(needs_mask):
+        with tracker, rows_are_packed(needs_mask), kernels_of_gpu(job.device == "gpu"):
             _step(job, model, optimizer, tracker, device)
         return Step(tracker, model, optimizer, applied, num_before)
 
