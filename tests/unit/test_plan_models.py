@@ -402,3 +402,10 @@ def test_trusted_code_builds_its_own_class_from_the_spec_alone(
 def test_a_class_of_transformers_needs_no_trust(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "m", auto_map={"AutoConfig": "configuration_mine.MyConfig"})
     assert model_kind(resolve_model(str(folder))) == "causal-lm"
+
+
+def test_a_class_list_that_is_none_is_left_alone(tmp_path: Path) -> None:
+    for junk in (7, "LlamaForCausalLM", [1, None], {}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": junk}))
+        spec = resolve_model(str(tmp_path))
+        assert model_kind(spec) == "causal-lm"

@@ -55,7 +55,29 @@ MOE = {
     "num_experts_per_tok": 2,
     "mlp_only_layers": [0],
 }
+LATENT = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 13,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 FULL = FSDPConfig(activation_checkpointing="full")
+PREFETCH = FSDPConfig(sharding={"forward_prefetch": 2, "backward_prefetch": 2})
 ROWS = Batch(micro_batch_size=2, num_tokens=256)
 
 
@@ -68,8 +90,12 @@ JOBS: dict[str, Job] = {
     "plain": job(fsdp=FSDPConfig()),
     "every second": job({**LLAMA, "num_hidden_layers": 16}, FSDPConfig(activation_checkpointing={"every": 2})),
     "selective": job(fsdp=FSDPConfig(activation_checkpointing={"selective": ["attention"]})),
+    "three ahead": job({**LLAMA, "num_hidden_layers": 20}, FSDPConfig(sharding={"backward_prefetch": 3})),
+    "latent attention": job(LATENT),
     "kept gathered": job(fsdp=FSDPConfig(sharding={"reshard_after_forward": False})),
-    "prefetch": job(fsdp=FSDPConfig(sharding={"forward_prefetch": 2, "backward_prefetch": 2})),
+    "prefetch": job(
+        {**LLAMA, "num_hidden_layers": 14}, fsdp=FSDPConfig(sharding={"forward_prefetch": 2, "backward_prefetch": 2})
+    ),
     "accumulated": job(num_micro_batches=4),
     "reduced once": job(fsdp=FSDPConfig(sharding={"sync_each_batch": False}), num_micro_batches=4),
     "hybrid": job(fsdp=FSDPConfig(sharding={"dp_replicate_size": 2}), world_size=8),
@@ -289,3 +315,20 @@ def test_the_same_job_is_simulated_once(service: Service) -> None:
     first, second = service.simulate([job(), job()])
     assert first is second
     assert math.isclose(service.simulate([job()])[0].cpu_seconds, first.cpu_seconds)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "period"),
+    [("smollm3", {"no_rope_layer_interval": 4}, 4), ("llama", {}, 1), ("gemma3_text", {}, 6)],
+)
+def test_the_period_is_that_of_all_that_layers_keep(model_type: str, changes: dict, period: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hf_fsdp.plan.simulator.depth import find_depths
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 24, "num_attention_heads": 2}
+    config = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=1, vocab_size=64, pad_token_id=0, **changes)
+    with torch.device("meta"):
+        (tower,) = find_depths(AutoModelForCausalLM.from_config(config))
+    assert (tower.prefix, tower.period, tower.num_layers) == (0, period, 24)

@@ -47,9 +47,10 @@ def image_tokens(spec: ModelSpec, image_size: Size | None = None) -> ImageTokens
         spec: of `resolve_model`.
         image_size: (height, width) of the picture in pixels. Families that resize every picture alike ignore it.
 
-    Example:
-        >>> image_tokens(resolve_model("llava-1.5-7b")).num_tokens  # doctest: +SKIP
-        576
+    Example::
+
+        image_tokens(resolve_model("llava-1.5-7b")).num_tokens
+        # 576
     """
     model_type = str(spec.config.get("model_type"))
     family = _FAMILIES.get(model_type)

@@ -40,9 +40,10 @@ def read_config(spec: ModelSpec) -> Any:
     Raises:
         ValueError, TypeError, KeyError: values that the config class refuses; `resolve_model` reports them in words.
 
-    Example:
-        >>> read_config(resolve_model("llama-2-7b")).num_hidden_layers  # doctest: +SKIP
-        32
+    Example::
+
+        read_config(resolve_model("llama-2-7b")).num_hidden_layers
+        # 32
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -70,9 +71,10 @@ def model_kind(spec: ModelSpec) -> str:
         ``causal-lm`` (`AutoModelForCausalLM`) or ``image-text-to-text`` (`AutoModelForImageTextToText`), which the
         planner simulates; ``seq2seq``, ``speech``, ``masked-lm`` or ``other``, which it does not.
 
-    Example:
-        >>> model_kind(resolve_model("gemma-3-4b"))  # doctest: +SKIP
-        'image-text-to-text'
+    Example::
+
+        model_kind(resolve_model("gemma-3-4b"))
+        # 'image-text-to-text'
     """
     return kind_of(spec.config)
 
@@ -87,7 +89,9 @@ def kind_of(config: Mapping[str, Any]) -> str:
         return next((kind for name, kind in _AUTO_CLASSES.items() if name in own), "other")
     tables = {kind: getattr(modeling_auto, name).get(model_type) for kind, name in _TABLES.items()}
     classes = {kind: (names,) if isinstance(names, str) else tuple(names or ()) for kind, names in tables.items()}
-    stated = [name for name in config.get("architectures") or [] if not name.endswith(_OTHER_HEADS)]
+    named = config.get("architectures")
+    stated = [name for name in named if isinstance(name, str)] if isinstance(named, list | tuple) else []
+    stated = [name for name in stated if not name.endswith(_OTHER_HEADS)]
     # BERT is in the table of causal models too, and a Gemma 3 in that of both: the checkpoint knows which it is.
     for kind, names in classes.items():
         if set(stated) & set(names):

@@ -22,9 +22,10 @@ def max_positions(spec: ModelSpec) -> int | None:
     Args:
         spec: of `resolve_model`.
 
-    Example:
-        >>> max_positions(resolve_model("llama-3.1-8b"))  # doctest: +SKIP
-        131072
+    Example::
+
+        max_positions(resolve_model("llama-3.1-8b"))
+        # 131072
     """
     text = _text_config(spec)
     stated = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)

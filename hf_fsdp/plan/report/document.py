@@ -18,9 +18,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     Sizes are bytes, times seconds. What stands under ``simulated`` ran the step without data, what stands under
     ``estimated`` is a formula; nothing here was measured.
 
-    Example:
-        >>> plan_to_json(plan)["candidates"][0]["simulated"]["peak_bytes"]  # doctest: +SKIP
-        66571993088
+    Example::
+
+        plan_to_json(plan)["candidates"][0]["simulated"]["peak_bytes"]
+        # 66571993088
     """
     ranks = {id(item): rank for rank, item in enumerate(plan.fitting, start=1)}
     return {

@@ -45,9 +45,10 @@ def write_plan(plan: Plan, folder: str | Path, *, rank: int = 1, force: bool = F
         PlanError: nothing of that rank fits, it is no FSDP run, files exist (all of them are named), or the folder
             cannot be written.
 
-    Example:
-        >>> write_plan(plan, "planned").command  # doctest: +SKIP
-        'accelerate launch --config_file planned/accelerate.yaml recipes/text/train.py planned/train.yaml ...'
+    Example::
+
+        write_plan(plan, "planned").command
+        # 'accelerate launch --config_file planned/accelerate.yaml recipes/text/train.py planned/train.yaml ...'
     """
     texts = plan_files(plan, folder, rank=rank)
     paths = {name: Path(folder) / name for name in texts}

@@ -48,9 +48,10 @@ def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
     Raises:
         PlanError: Plotly is not installed, the file exists, or it cannot be written.
 
-    Example:
-        >>> write_report(plan, "plan.html")  # doctest: +SKIP
-        PosixPath('plan.html')
+    Example::
+
+        write_report(plan, "plan.html")
+        # PosixPath('plan.html')
     """
     path = Path(path)
     if path.is_dir():

@@ -56,9 +56,10 @@ def view_plan(plan: Plan, *, width: int = DEFAULT_WIDTH, limit: int = 5, why: bo
         limit: how many fitting candidates are shown, and how many that do not fit.
         why: add the sentences that explain each choice.
 
-    Example:
-        >>> for section in view_plan(plan):  # doctest: +SKIP
-        ...     print(section.title, *section.lines, sep="\\n")
+    Example::
+
+        for section in view_plan(plan):
+            print(section.title, *section.lines, sep="\\n")
     """
     sections = [Section(lines=tuple(_header_lines(plan)))]
     shown = plan.fitting[:limit]

@@ -73,9 +73,10 @@ def fit_affine(points: Sequence[tuple[float, Simulation]]) -> AffineFit:
     Raises:
         ValueError: no point, a number twice, or simulations of other phases.
 
-    Example:
-        >>> fit = fit_affine([(1, one_row), (2, two_rows)])  # doctest: +SKIP
-        >>> fit.simulation_at(8).peak.num_bytes  # doctest: +SKIP
+    Example::
+
+        fit = fit_affine([(1, one_row), (2, two_rows)])
+        fit.simulation_at(8).peak.num_bytes
     """
     ordered = tuple(sorted(points, key=lambda point: point[0]))
     numbers = [number for number, _ in ordered]

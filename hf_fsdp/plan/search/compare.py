@@ -74,9 +74,10 @@ def compare(
     Raises:
         PlanError: unknown strategies or a request that contradicts itself, every problem at once.
 
-    Example:
-        >>> for row in compare(request).rows:  # doctest: +SKIP
-        ...     print(row.name, row.candidate.peak_bytes, row.largest_micro_batch)
+    Example::
+
+        for row in compare(request).rows:
+            print(row.name, row.candidate.peak_bytes, row.largest_micro_batch)
     """
     problems = check_request(request) + _check_names(names, request)
     if problems:

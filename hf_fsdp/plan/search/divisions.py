@@ -12,7 +12,8 @@ def check_division(global_batch_size: int, num_gpus: int) -> Problem | None:
     below = global_batch_size // num_gpus * num_gpus
     near = [below] if below > 0 else []
     near.append(max(below, 0) + num_gpus)
-    fitting = [count for count in range(num_gpus, 0, -1) if global_batch_size % count == 0 and global_batch_size > 0]
+    fewest = min(num_gpus, max(global_batch_size, 0))  # more GPUs than rows never divide
+    fitting = [count for count in range(fewest, 0, -1) if global_batch_size % count == 0]
     fewer = f"; or {fitting[0]} GPU{'s' if fitting[0] > 1 else ''}" if fitting else ""
     return Problem(
         message=f"--global-batch-size {global_batch_size} cannot be spread over {num_gpus} GPUs in equal parts",

@@ -52,10 +52,11 @@ def read_recipe_run(path: str | Path, world_size: int, *, revision: str | None =
     Raises:
         PlanError: the file cannot be read, names no model, or its batch does not divide.
 
-    Example:
-        >>> job = read_recipe_run("configs/train/llama2_7b_full.yaml", 8)  # doctest: +SKIP
-        >>> job.num_micro_batches  # doctest: +SKIP
-        8
+    Example::
+
+        job = read_recipe_run("configs/train/llama2_7b_full.yaml", 8)
+        job.num_micro_batches
+        # 8
     """
     content = _read(Path(path))
     fsdp = FSDPConfig.from_yaml(path) if "fsdp" in content else FSDPConfig()

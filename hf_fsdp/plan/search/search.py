@@ -46,9 +46,10 @@ def search(request: PlanRequest, *, simulate: Simulator = default_simulator, com
     Raises:
         PlanError: the request contradicts itself (every problem at once), or nothing fits, with what would.
 
-    Example:
-        >>> plan = search(request)  # doctest: +SKIP
-        >>> plan.best.job.batch.micro_batch_size, plan.best.peak_bytes  # doctest: +SKIP
+    Example::
+
+        plan = search(request)
+        plan.best.job.batch.micro_batch_size, plan.best.peak_bytes
     """
     started = time.perf_counter()
     refuse(check_request(request))

@@ -12,9 +12,10 @@ from hf_fsdp.plan.job import Method
 def search_command(request: PlanRequest) -> str:
     """Return ``hf-fsdp plan ...`` for the search of `request`; what its config fixes is not in it, but a precision is.
 
-    Example:
-        >>> search_command(request)  # doctest: +SKIP
-        'hf-fsdp plan meta-llama/Llama-2-7b-hf --gpus 8xA100-80G --method full --max-length 4096 ...'
+    Example::
+
+        search_command(request)
+        # 'hf-fsdp plan meta-llama/Llama-2-7b-hf --gpus 8xA100-80G --method full --max-length 4096 ...'
     """
     return shlex.join(["hf-fsdp", "plan", request.model.name, *_hardware(request), *_training(request)])
 

@@ -89,9 +89,10 @@ def find_smallest(
     Raises:
         PlanError: the request contradicts itself, or no number of any of them does.
 
-    Example:
-        >>> find_smallest(request).rows[0].request.gpu_name  # doctest: +SKIP
-        'L4-24G'
+    Example::
+
+        find_smallest(request).rows[0].request.gpu_name
+        # 'L4-24G'
     """
     refuse(check_smallest(request, gpus))
     counts = _counts(request)

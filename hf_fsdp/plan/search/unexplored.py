@@ -21,9 +21,10 @@ def describe_unexplored(
         left_alone: key of a structure -> why it was.
         known: structures about which arithmetic said enough; a group is whole without them.
 
-    Example:
-        >>> describe_unexplored(request, {("sharded", "full", "parameters"): "since slower"})  # doctest: +SKIP
-        {'since slower': 'offload of parameters+optimizer with checkpointing full'}
+    Example::
+
+        describe_unexplored(request, {("sharded", "full", "parameters"): "since slower"})
+        # {'since slower': 'offload of parameters+optimizer with checkpointing full'}
     """
     structures = list_structures(request)
     base = structures[0].offload

@@ -61,7 +61,9 @@ def _attend(
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     head_size = value.shape[-1]
     needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+    # Heads of another size in the values (DeepSeek's latent attention) are the other kernel's too.
     fits_flash = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _MAX_FLASH_HEAD
+    fits_flash = fits_flash and query.shape[-1] == value.shape[-1]
     if attention_mask is None and fits_flash:
         query, key, value = (_padded_head(tensor) for tensor in (query, key, value))
         output = torch.ops.aten._scaled_dot_product_flash_attention(

@@ -10,6 +10,7 @@ depth, so the line is drawn through each phase and not through the peak.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from hf_fsdp.policies.towers import find_towers
 # Layers that differ from the middle at each end: the first two and the last (a unit is fetched one ahead).
 _EDGE_LAYERS = 3
 _MAX_PERIOD = 12
+_OWN_NUMBER = re.compile(r"idx|index|number|(^|_)id$|^layer$")
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,15 @@ class Tower:
         gone = set(ordinary[: self.num_layers - num_layers])
         return [index for index in range(self.num_layers) if index not in gone]
 
-    def repeating(self, period: int) -> Tower:
-        """This tower with a period of so many layers: settings may alternate where layers do not."""
+    def repeating(self, period: int, num_ahead: int = 1) -> Tower:
+        """This tower with a period of so many layers: settings may alternate where layers do not.
+
+        Args:
+            period: layers.
+            num_ahead: units that are gathered ahead; so many more layers at each end are not like the middle.
+        """
         # The middle has to hold every kind of a period, beside the edges.
-        least = self.prefix + _EDGE_LAYERS + period
+        least = self.prefix + max(_EDGE_LAYERS, 2 * num_ahead + 1) + period
         least += (self.num_layers - least) % period
         return replace(self, period=period, min_layers=min(least, self.num_layers))
 
@@ -108,11 +115,13 @@ def find_depths(model: nn.Module) -> list[Tower]:
 def _make(layer: nn.Module) -> tuple[Any, ...]:
     """What two layers must have in common to take the same memory."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    # Whatever a layer keeps as a word, a switch or a number may change what it does: `attention_type`, `use_rope`,
+    # `sliding_window`; but its own number.
     kinds = tuple(
-        str(getattr(module, name))
+        (name, value)
         for module in layer.modules()
-        for name in ("attention_type", "layer_type", "is_sliding", "sliding_window")
-        if getattr(module, name, None) is not None
+        for name, value in vars(module).items()
+        if isinstance(value, str | int) and not _OWN_NUMBER.search(name)
     )
     return type(layer).__name__, shapes, kinds
 

@@ -76,9 +76,10 @@ def measure_picture(job: Job) -> Picture | None:
 def picture_inputs(job: Job, device: str) -> dict[str, torch.Tensor]:
     """Return what pictures add to the inputs of a forward, on `device`.
 
-    Example:
-        >>> picture_inputs(job, "cpu")["pixel_values"].shape  # doctest: +SKIP
-        torch.Size([1, 3, 336, 336])
+    Example::
+
+        picture_inputs(job, "cpu")["pixel_values"].shape
+        # torch.Size([1, 3, 336, 336])
     """
     picture = measure_picture(job)
     if picture is None:

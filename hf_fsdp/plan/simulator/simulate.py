@@ -91,7 +91,8 @@ def _towers(job: Job, notes: list[str]) -> list[Tower]:
     whole = whole_model(job)
     section = job.fsdp.activation_checkpointing
     every = section.every if section.mode == "full" else 1
-    towers = [tower.repeating(math.lcm(tower.period, every)) for tower in find_depths(whole)]
+    ahead = max(job.fsdp.sharding.forward_prefetch, job.fsdp.sharding.backward_prefetch, 1)
+    towers = [tower.repeating(math.lcm(tower.period, every), ahead) for tower in find_depths(whole)]
     towers = [keep_what_pictures_need(job, tower) for tower in towers]
     if job.exact or job.timeline:
         return [replace(tower, min_layers=tower.num_layers) for tower in towers]
