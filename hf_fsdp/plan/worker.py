@@ -49,8 +49,21 @@ def _prepare() -> None:
     install_device()
     register_kernels()
     install_fused_loss()
+    _import_late(torch)
     gc.collect()
     gc.freeze()  # what was imported need not be looked through before every step
+
+
+def _import_late(torch: Any) -> None:
+    """Import what torch and TRL import at first use, so that the first job does not pay for it."""
+    from importlib.util import find_spec
+
+    if find_spec("trl") is not None:
+        import trl.trainer.utils  # noqa: F401
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    torch.optim.AdamW([weight]).step()
 
 
 def _serve(line: str) -> dict[str, Any]:
