@@ -1,7 +1,7 @@
 """The planner against one real CUDA card: predicted and measured memory, speed, and what no allocator counts.
 
     python benchmarks/plan_gpu.py -o runs/plan_gpu             # or: scripts/gpu_check.sh
-    python benchmarks/plan_gpu.py --device cpu -o /tmp/check   # a tiny model, to see that it works
+    python benchmarks/plan_gpu.py --device cpu -o runs/check   # a tiny model, to see that it works
 
 One card plays process 0 of 8 (torch's fake process group: collectives allocate and move nothing). Four cases of
 Llama-2 7B, each at the largest batch that the planner says will fit here; a smaller model where not one row does.

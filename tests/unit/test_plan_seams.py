@@ -15,11 +15,12 @@ def test_a_device_registered_from_python_trains_fake_tensors() -> None:
     """In a process of its own: the registration cannot be taken back."""
     script = """
 import torch
-from hf_fsdp.plan.simulator.device import GPU, fake_tensors, install_device, simulated_ranks
+from hf_fsdp.plan.simulator.device import GPU, install_device, simulated_ranks
+from hf_fsdp.torch_private import fake_values
 from hf_fsdp.config.schema import ShardingConfig
 install_device()
 install_device()  # once is enough, twice does no harm
-with simulated_ranks(4, ShardingConfig(), GPU) as mesh, fake_tensors():
+with simulated_ranks(4, ShardingConfig(), GPU) as mesh, fake_values():
     assert mesh.size() == 4
     weight = torch.nn.Parameter(torch.empty(8, 8, device=GPU))
     (torch.empty(2, 8, device=GPU) @ weight).sum().backward()

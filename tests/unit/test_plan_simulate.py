@@ -332,3 +332,16 @@ def test_the_period_is_that_of_all_that_layers_keep(model_type: str, changes: di
     with torch.device("meta"):
         (tower,) = find_depths(AutoModelForCausalLM.from_config(config))
     assert (tower.prefix, tower.period, tower.num_layers) == (0, period, 24)
+
+
+@pytest.mark.parametrize("wrong", ["gradients", "optimizer"])
+def test_states_that_contradict_arithmetic_are_no_figure(wrong: str) -> None:
+    from hf_fsdp.plan.simulation import PhasePeak
+    from hf_fsdp.plan.simulator.simulate import _check_states
+
+    totals = {"stepped_bytes": 40_000.0, "num_stepped": 2.0}
+    held = {"gradients": 40_448, "optimizer": 81_024}
+    _check_states(job(), totals, [PhasePeak(name="clip", num_bytes=sum(held.values()), categories=held)])
+    held[wrong] //= 2
+    with pytest.raises(PlanError, match=f"bytes of {wrong} were simulated, and arithmetic says"):
+        _check_states(job(), totals, [PhasePeak(name="clip", num_bytes=sum(held.values()), categories=held)])

@@ -20,9 +20,6 @@ from typing import Any
 
 from hf_fsdp.plan.simulation import PhasePeak, Simulation, Work
 
-# A simulation that is this far from where the line expected it refutes the line.
-MAX_RELATIVE_ERROR = 0.01
-
 
 @dataclass(frozen=True, kw_only=True)
 class AffineFit:

@@ -60,22 +60,12 @@ class Evaluation:
             for key, job, small in zip(keys, jobs, short, strict=True)
         ]
 
-    def count_new(self, jobs: Sequence[Job]) -> int:
-        """Return how many of `jobs` would have to be simulated."""
-        return len({key for job in jobs if (key := shorten_step(job).to_json()) not in self._known})
-
     def reserve_of(self, job: Job, peak_bytes: int) -> Reserve:
         """Return what an allocator count cannot see of `job` on these GPUs, of which a part grows with the peak."""
-        from hf_fsdp.plan.speed.reserve import estimate_reserve
+        from hf_fsdp.plan.speed.reserve import estimate_job_reserve
 
-        copies = job.fsdp.sharding.dp_replicate_size
-        return estimate_reserve(
-            self.gpu,
-            world_size=job.world_size,
-            num_groups=3 if copies > 1 and job.strategy == "fsdp" else 1,
-            allocated_bytes=peak_bytes,
-            num_nodes=self.request.num_machines,
-        )
+        nodes = self.request.num_machines
+        return estimate_job_reserve(self.gpu, job, num_nodes=nodes, allocated_bytes=peak_bytes)
 
     def usable_bytes(self, job: Job, peak_bytes: int) -> int:
         """Return the memory of one GPU less the reserve of a step with this peak."""

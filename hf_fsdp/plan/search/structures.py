@@ -16,8 +16,6 @@ from hf_fsdp.plan.report.settings import describe_checkpointing, describe_offloa
 
 # Fastest first: what is listed later computes or moves more for the same rows.
 SHARDINGS = ("sharded", "kept", "copies", "copies kept")
-CHECKPOINTINGS = ("none", "every second", "selective", "full")
-OFFLOADS = ("none", "activations", "parameters", "both")
 
 _Overrides = Mapping[str, Any]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import json
 from typing import Any
 
 import torch
@@ -24,24 +26,18 @@ from hf_fsdp.policies.precision import PrecisionTable, find_norms
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@functools.lru_cache(maxsize=2)
-def _whole_model(spec_key: str, attention: str) -> nn.Module:
-    spec = _SPECS[spec_key]
-    return _build_on_meta(spec, attention)
-
-
-_SPECS: dict[str, ModelSpec] = {}
-
-
 def whole_model(job: Job) -> nn.Module:
     """Return the model of `job` on the meta device, all layers, float32; kept, so do not change it.
 
     Raises:
         PlanError: transformers cannot build a language model of this config.
     """
-    key = f"{job.model.name} {sorted(job.model.config.items(), key=str)}"
-    _SPECS[key] = job.model
-    return _whole_model(key, _implementation(job))
+    return _whole_model(json.dumps(dataclasses.asdict(job.model)), _implementation(job))
+
+
+@functools.lru_cache(maxsize=2)
+def _whole_model(spec: str, attention: str) -> nn.Module:
+    return _build_on_meta(ModelSpec(**json.loads(spec)), attention)
 
 
 def _implementation(job: Job) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp.config.schema import ShardingConfig
 from hf_fsdp.sharding.mesh import build_mesh
-from hf_fsdp.torch_private import FakeTensor, FakeTensorMode, fake_values, register_python_device, start_fake_group
+from hf_fsdp.torch_private import FakeTensor, FakeTensorMode, register_python_device, start_fake_group
 
 GPU = "simgpu"
 
@@ -153,8 +153,3 @@ def simulated_ranks(world_size: int, sharding: ShardingConfig, device: str) -> I
         yield build_mesh(sharding, device)  # outside of fake tensors: it reads the ranks' numbers
     finally:
         dist.destroy_process_group()
-
-
-def fake_tensors() -> FakeTensorMode:
-    """Return a mode in which tensors have shapes and storages and no values."""
-    return fake_values()

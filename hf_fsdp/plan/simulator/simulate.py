@@ -19,10 +19,11 @@ from hf_fsdp.errors import PlanError
 from hf_fsdp.plan.job import Job
 from hf_fsdp.plan.simulation import CATEGORIES, PhasePeak, Simulation, TimelinePoint, Work
 from hf_fsdp.plan.simulator.build import whole_model
-from hf_fsdp.plan.simulator.depth import Tower, depths_to_simulate, extend, find_depths
+from hf_fsdp.plan.simulator.depth import Tower, depths_to_simulate, extend, find_depths, shortened
 from hf_fsdp.plan.simulator.pictures import keep_what_pictures_need, picture_notes
 from hf_fsdp.plan.simulator.replay import Passage, draw_timeline, find_peaks
-from hf_fsdp.plan.simulator.step import Step, is_sharded, run_step, simulated_micro_batches
+from hf_fsdp.plan.simulator.step import CLIP, Step, is_sharded, run_step, simulated_micro_batches
+from hf_fsdp.plan.simulator.tracker import ROUNDING_BYTES
 from hf_fsdp.plan.simulator.unsharded import ddp_bucket_bytes
 from hf_fsdp.policies.packed_weights import four_bit_layers
 from hf_fsdp.policies.precision import resolve_precision
@@ -56,6 +57,7 @@ def simulate_job(job: Job) -> Simulation:
     work = Counter(_extended(lambda reading: reading.work, readings, towers))
     totals = _extended(lambda reading: reading.totals, readings, towers)
     _check_totals(job, totals)
+    _check_states(job, totals, phases)
     if not is_sharded(job):
         notes.append("not sharded: the step of one process under autocast, with the casts that torch makes on a CPU")
     if job.strategy == "ddp" and job.world_size > 1:
@@ -104,8 +106,6 @@ def _towers(job: Job, notes: list[str]) -> list[Tower]:
 
 
 def _why_not_shallow(job: Job, whole: nn.Module, towers: Sequence[Tower]) -> str | None:
-    from hf_fsdp.plan.simulator.depth import shortened
-
     if not any(tower.is_long for tower in towers) or not is_sharded(job):
         return None
     section = job.fsdp.activation_checkpointing
@@ -197,6 +197,7 @@ def _totals(job: Job, step: Step) -> dict[str, float]:
     state = [
         value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]
+    stepped = [parameter for parameter in trained if parameter in optimizer.state]
     saved = trained if job.method.name != "full" else [parameter for _, parameter in parameters]
     save_itemsize = {"float32": 4, "bfloat16": 2}.get(job.fsdp.precision.save_dtype, 2)
     units = step.applied.unit_names if step.applied else ()
@@ -207,6 +208,8 @@ def _totals(job: Job, step: Step) -> dict[str, float]:
         "gradients_bytes": sum(local_shard(parameter).nbytes for parameter in trained),
         "optimizer_bytes": sum(local_shard(value).nbytes for value in state),
         "whole_optimizer_bytes": sum(value.nbytes for value in state),
+        "stepped_bytes": sum(local_shard(parameter).nbytes for parameter in stepped),
+        "num_stepped": len(stepped),
         "trained_bytes": sum(local_shard(parameter).nbytes for parameter in trained),
         "saved_bytes": sum(parameter.nbytes for parameter in saved),
         "exported_bytes": sum(parameter.numel() for parameter in saved) * save_itemsize,
@@ -267,5 +270,28 @@ def _check_totals(job: Job, totals: dict[str, float]) -> None:
         if not norms and round(totals["parameters_bytes"]) != exact:
             raise PlanError(
                 f"shards of {round(totals['parameters_bytes']):,} bytes were simulated, and arithmetic says {exact:,}",
+                fix="--exact, which simulates every layer; and please report the model",
+            )
+
+
+def _check_states(job: Job, totals: Mapping[str, float], phases: Sequence[PhasePeak]) -> None:
+    """Hold what was on the device while gradients were clipped against arithmetic: gradients, and AdamW's two moments.
+
+    Raises:
+        PlanError: they differ by more than rounding.
+    """
+    clip = next((phase for phase in phases if phase.name == CLIP), None)
+    if clip is None or job.fsdp.offload.parameters or not is_sharded(job):
+        return
+    expected = {"gradients": totals["stepped_bytes"]}
+    if job.optimizer.startswith("adamw"):
+        expected["optimizer"] = 2 * totals["stepped_bytes"] + 4 * totals["num_stepped"]
+    # The allocator rounds every tensor up, and a unit's gradients lie in one, with a pad for each parameter.
+    rounding = 3 * ROUNDING_BYTES * totals["num_stepped"]
+    for name, num_bytes in expected.items():
+        found = clip.categories.get(name, 0)
+        if not -1 <= found - num_bytes <= rounding:
+            raise PlanError(
+                f"{found:,} bytes of {name} were simulated, and arithmetic says {round(num_bytes):,}",
                 fix="--exact, which simulates every layer; and please report the model",
             )

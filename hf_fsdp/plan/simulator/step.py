@@ -17,7 +17,7 @@ from hf_fsdp.plan.simulator.attention import rows_are_packed
 from hf_fsdp.plan.simulator.batch import make_batch
 from hf_fsdp.plan.simulator.build import build_model, materialize
 from hf_fsdp.plan.simulator.depth import Tower
-from hf_fsdp.plan.simulator.device import GPU, fake_tensors, simulated_ranks
+from hf_fsdp.plan.simulator.device import GPU, simulated_ranks
 from hf_fsdp.plan.simulator.four_bits import state_tensors
 from hf_fsdp.plan.simulator.fused_loss import kernels_of_gpu
 from hf_fsdp.plan.simulator.phases import HEAD, START, watch_phases
@@ -26,7 +26,7 @@ from hf_fsdp.plan.simulator.rope import hold_frequencies
 from hf_fsdp.plan.simulator.tracker import ROUNDING_BYTES, Tracker
 from hf_fsdp.policies.precision import resolve_precision
 from hf_fsdp.sharding.apply import AppliedSharding, apply_fsdp
-from hf_fsdp.torch_private import known_values
+from hf_fsdp.torch_private import fake_values, known_values
 
 CLIP, OPTIMIZER = "clip", "optimizer"
 
@@ -61,7 +61,7 @@ def run_step(job: Job, depths: dict[str, int], towers: Sequence[Tower]) -> Step:
     model = build_model(job, depths, list(towers), table)
     with (
         simulated_ranks(job.world_size, job.fsdp.sharding, device) as mesh,
-        fake_tensors(),
+        fake_values(),
         known_values(MAX_KNOWN_VALUES),
     ):
         materialize(model, device)
