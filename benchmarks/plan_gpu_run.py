@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_fsdp.monitor.memory import MemoryMeter
 from hf_fsdp.plan.job import Job
-from hf_fsdp.plan.simulator.step import build_optimizer
+from hf_fsdp.plan.simulator.optimizer import build_optimizer
 from hf_fsdp.sharding.apply import apply_fsdp
 from hf_fsdp.sharding.mesh import build_mesh
 from hf_fsdp.torch_private import local_shard
@@ -72,7 +72,7 @@ class RealStep:
         self.model = build_model(job)
         apply_fsdp(self.model, job.fsdp, build_mesh(job.fsdp.sharding, device))
         materialize(self.model, "cpu" if job.fsdp.offload.parameters else device)
-        self.optimizer = build_optimizer(job.optimizer, self.model)
+        self.optimizer = build_optimizer(job.optimizer, self.model.parameters())
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def run(self, meter: MemoryMeter | None = None) -> None:

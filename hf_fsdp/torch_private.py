@@ -10,6 +10,7 @@ Why each is needed:
 - the running graph task: public torch does not say whether code runs inside a backward (a recompute) or not.
 - the store of the process group: a rank whose disk is full tells the others there, between two of their writes.
 - fake tensors, their process group and a device registered from Python: the planner runs a step without values.
+- how `fully_shard` cuts a parameter: it makes a view for every rank, which a thousand simulated ranks need not have.
 - the sharding propagator: under fake tensors it makes tensors of whole, global size to ask operators for shapes, which
   a count of memory has to leave out.
 - the FSDP state of a module: torch has no public way to ask a sharded module which policy and which
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -93,6 +94,38 @@ def register_python_device(name: str, members: type) -> None:
 
     module = type(members.__name__, (members, _DummyBackendModule), {})
     _setup_privateuseone_for_python_backend(name, backend_module=module())
+
+
+def cut_for_first_rank_only() -> None:
+    """Let `fully_shard` make the shard of rank 0 only, where it makes all and takes one of them; not undone."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
+
+    _fsdp_param._chunk_with_empty = first_chunk
+
+
+def fake_device(tensor: FakeTensor) -> torch.device:
+    """Return what ``tensor.device`` does, without the dispatch; that is most of what a step asks of fake tensors."""
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def make_fake(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """Return a new fake tensor of `mode` with a storage of its own, past the dispatch of an operator."""
+    with in_kernel_invocation_manager(mode):
+        element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, element, device)
+
+
+def view_fake(base: FakeTensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> FakeTensor:
+    """Return a fake tensor over the storage of `base`, past the dispatch of an operator."""
+    with in_kernel_invocation_manager(base.fake_mode):
+        element = torch.empty((0,), dtype=base.dtype, device="meta")
+        element.set_(base.untyped_storage(), offset, shape, stride)
+    return FakeTensor(base.fake_mode, element, base.fake_device)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -87,10 +87,10 @@ def test_a_structure_is_described_as_in_the_tables() -> None:
 def test_known_optimizers_are_those_that_the_simulator_has() -> None:
     from torch import nn
 
-    from hf_fsdp.plan.simulator.step import build_optimizer
+    from hf_fsdp.plan.simulator.optimizer import build_optimizer
 
     for name in OPTIMIZERS:
-        assert build_optimizer(name, nn.Linear(2, 2)).param_groups
+        assert build_optimizer(name, nn.Linear(2, 2).parameters()).param_groups
     with pytest.raises(PlanError) as caught:
-        build_optimizer("none such", nn.Linear(2, 2))
+        build_optimizer("none such", nn.Linear(2, 2).parameters())
     assert caught.value.problems[0].near == ", ".join(OPTIMIZERS)

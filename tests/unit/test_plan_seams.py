@@ -48,6 +48,36 @@ def test_fake_tensors_keep_storages_that_can_be_told_apart_and_freed() -> None:
         assert freed == [1], "the tracker would never see a storage go"
 
 
+def test_fake_tensors_can_be_made_past_the_dispatch() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    with torch_private.fake_values() as mode:
+        made = torch_private.make_fake(mode, (2, 3), (3, 1), torch.bfloat16, torch.device("cpu"))
+        view = torch_private.view_fake(made, (2,), (3,), 1)
+        assert torch_private.fake_device(made) == made.device == view.device == torch.device("cpu")
+        assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
+        assert (view.shape, view.stride(), view.storage_offset()) == ((2,), (3,), 1)
+        assert torch_private.storage_address(made) == torch_private.storage_address(view)
+        assert (made + view[:1]).shape == (2, 3)
+    assert TorchDispatchMode._should_skip_dynamo(), "repeats.Repeats and tracker.Tracker switch it off"
+
+
+def test_fully_shard_cuts_by_a_function_that_the_planner_replaces() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    original = _fsdp_param._chunk_with_empty
+    try:
+        torch_private.cut_for_first_rank_only()
+        for rows, ranks in ((8, 4), (10, 8), (3, 8), (1, 2), (7, 1)):
+            whole = torch.empty(rows, 2)
+            mine, theirs = _fsdp_param._chunk_with_empty(whole, ranks, 0)[0], original(whole, ranks, dim=0)[0]
+            assert mine.shape == theirs.shape and mine.data_ptr() == theirs.data_ptr(), (rows, ranks)
+    finally:
+        _fsdp_param._chunk_with_empty = original
+    source = inspect.getsource(_fsdp_param.FSDPParam)
+    assert source.count("_chunk_with_empty(") == 3, "each takes the chunk of its own rank, and the first"
+
+
 def test_values_of_small_constants_can_be_read_within_a_limit() -> None:
     with torch_private.fake_values(), torch_private.known_values(100):
         assert (torch.tensor([3, 4]) * 2).tolist() == [6, 8]

@@ -245,6 +245,22 @@ def test_a_7b_model_needs_what_the_whole_simulation_showed(service: Service) -> 
     assert simulation.peak.name == "backward: second layer"
 
 
+def test_an_optimizer_is_what_torch_runs_on_a_gpu(service: Service) -> None:
+    """Its state by name, and temporaries of all parameters where it steps many at once."""
+    small = dataclasses.replace(ROWS, num_tokens=8)
+    states = {"adamw_torch_fused": 2, "adamw_torch": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+    for world_size in (1, 4):
+        jobs = [job(world_size=world_size, batch=small, optimizer=name) for name in states]
+        for (name, num_states), found in zip(states.items(), service.simulate(jobs), strict=True):
+            gradients = found.state_bytes["gradients"]
+            assert found.state_bytes["optimizer"] == pytest.approx(num_states * gradients, rel=1e-3), name
+            step = next(phase for phase in found.phases if phase.name == "optimizer")
+            temporaries = step.categories.get("temporaries", 0)
+            assert temporaries < 0.05 * gradients if name == "adamw_torch_fused" else temporaries > 0.9 * gradients, (
+                name
+            )
+
+
 def test_4_bit_layers_hold_their_packed_bytes(service: Service) -> None:
     pytest.importorskip("bitsandbytes")
     qlora = job(method=Method(name="qlora", lora_r=8))

@@ -16,7 +16,7 @@ METHODS = ("full", "lora", "qlora")
 LOSSES = ("logits", "chunked")
 ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 LOAD_DTYPES = ("auto", "float32", "bfloat16")
-# Those that `step.build_optimizer` knows; a name is refused here before a worker has started.
+# Those that `simulator/optimizer.py` knows; a name is refused here before a worker has started.
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 
 

@@ -21,7 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp.config.schema import ShardingConfig
 from hf_fsdp.sharding.mesh import build_mesh
-from hf_fsdp.torch_private import FakeTensor, FakeTensorMode, register_python_device, start_fake_group
+from hf_fsdp.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    cut_for_first_rank_only,
+    register_python_device,
+    start_fake_group,
+)
 
 GPU = "simgpu"
 
@@ -131,6 +137,7 @@ def install_device() -> None:
     if hasattr(torch, GPU):
         return
     register_python_device(GPU, _Accelerator)
+    cut_for_first_rank_only()
     # torch.accelerator asks C++ for the stream of the device, which knows none; the backward of LoRA does so.
     _patch(torch.accelerator, "current_stream", lambda *args, **kwargs: _Accelerator.stream_now)
     # Else a constant that is made on the device is really allocated there first.

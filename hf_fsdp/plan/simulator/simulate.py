@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_fsdp.errors import PlanError
@@ -190,14 +189,12 @@ def _step_work(job: Job, by_micro_batch: Sequence[Counter[str]]) -> Counter[str]
 
 
 def _totals(job: Job, step: Step) -> dict[str, float]:
-    model, optimizer = step.model, step.optimizer
+    model = step.model
     parameters = list(model.named_parameters())
     packed = {f"{name}.weight": layer.quant_state.shape.numel() for name, layer in four_bit_layers(model)}
     trained = [parameter for _, parameter in parameters if parameter.requires_grad]
-    state = [
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
-    ]
-    stepped = [parameter for parameter in trained if parameter in optimizer.state]
+    state = list(step.optimizer.state)
+    stepped = step.optimizer.stepped
     saved = trained if job.method.name != "full" else [parameter for _, parameter in parameters]
     save_itemsize = {"float32": 4, "bfloat16": 2}.get(job.fsdp.precision.save_dtype, 2)
     units = step.applied.unit_names if step.applied else ()
@@ -206,8 +203,11 @@ def _totals(job: Job, step: Step) -> dict[str, float]:
     return {
         "parameters_bytes": sum(local_shard(parameter).nbytes for _, parameter in parameters),
         "gradients_bytes": sum(local_shard(parameter).nbytes for parameter in trained),
-        "optimizer_bytes": sum(local_shard(value).nbytes for value in state),
-        "whole_optimizer_bytes": sum(value.nbytes for value in state),
+        "optimizer_bytes": sum(value.nbytes for _, value in state),
+        # A scalar, such as AdamW's count of steps, is the same on all ranks; everything else is cut as its parameter.
+        "whole_optimizer_bytes": sum(
+            (parameter.numel() if value.ndim else 1) * value.element_size() for parameter, value in state
+        ),
         "stepped_bytes": sum(local_shard(parameter).nbytes for parameter in stepped),
         "num_stepped": len(stepped),
         "trained_bytes": sum(local_shard(parameter).nbytes for parameter in trained),

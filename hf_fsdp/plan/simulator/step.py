@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from hf_fsdp.errors import PlanError, nearest_names
 from hf_fsdp.plan.job import Job
 from hf_fsdp.plan.simulator.attention import rows_are_packed
 from hf_fsdp.plan.simulator.batch import make_batch
@@ -20,8 +18,10 @@ from hf_fsdp.plan.simulator.depth import Tower
 from hf_fsdp.plan.simulator.device import GPU, simulated_ranks
 from hf_fsdp.plan.simulator.four_bits import state_tensors
 from hf_fsdp.plan.simulator.fused_loss import kernels_of_gpu
+from hf_fsdp.plan.simulator.optimizer import ShardOptimizer
 from hf_fsdp.plan.simulator.phases import HEAD, START, watch_phases
 from hf_fsdp.plan.simulator.picture_values import MAX_KNOWN_VALUES, stand_in_for_values
+from hf_fsdp.plan.simulator.repeats import REPEATS
 from hf_fsdp.plan.simulator.rope import hold_frequencies
 from hf_fsdp.plan.simulator.tracker import ROUNDING_BYTES, Tracker
 from hf_fsdp.policies.precision import resolve_precision
@@ -45,7 +45,7 @@ class Step:
 
     tracker: Tracker
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: ShardOptimizer
     applied: AppliedSharding | None
     num_events_before: int
 
@@ -63,6 +63,7 @@ def run_step(job: Job, depths: dict[str, int], towers: Sequence[Tower]) -> Step:
         simulated_ranks(job.world_size, job.fsdp.sharding, device) as mesh,
         fake_values(),
         known_values(MAX_KNOWN_VALUES),
+        REPEATS,
     ):
         materialize(model, device)
         hold_frequencies(model)
@@ -72,8 +73,7 @@ def run_step(job: Job, depths: dict[str, int], towers: Sequence[Tower]) -> Step:
         elif job.fsdp.activation_checkpointing.mode == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         stand_in_for_values(job, model, device, towers, depths)
-        optimizer = build_optimizer(job.optimizer, model)
-        _make_optimizer_state(model, optimizer)
+        optimizer = ShardOptimizer(job.optimizer, model, foreach=job.device == "gpu")
         gc.collect()
         tracker = Tracker(device, ROUNDING_BYTES if job.device == "gpu" else 1)
         _hold_state(tracker, model, optimizer)
@@ -90,23 +90,21 @@ def is_sharded(job: Job) -> bool:
     return job.strategy == "fsdp" and job.world_size > 1
 
 
-def _hold_state(tracker: Tracker, model: nn.Module, optimizer: Optimizer) -> None:
+def _hold_state(tracker: Tracker, model: nn.Module, optimizer: ShardOptimizer) -> None:
     tracker.hold(model.parameters(), "parameters")
     tracker.hold((getattr(holder, name) for holder, name in state_tensors(model)), "parameters")
     buffers = list(model.buffers())
     buffers += [value for module in model.modules() for value in vars(module).values() if _is_tensor(value)]
     tracker.hold(buffers, "buffers")
-    values = (value for state in optimizer.state.values() for value in state.values())
-    tracker.hold((value for value in values if _is_tensor(value)), "optimizer")
+    tracker.hold((value for _, value in optimizer.state), "optimizer")
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
-def _step(job: Job, model: nn.Module, optimizer: Optimizer, tracker: Tracker, device: str) -> None:
+def _step(job: Job, model: nn.Module, optimizer: ShardOptimizer, tracker: Tracker, device: str) -> None:
     """What Trainer does between two steps, as far as it makes tensors."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sync_each = job.fsdp.sharding.sync_each_batch
     count = simulated_micro_batches(job)
     for index in range(count):
@@ -120,23 +118,14 @@ def _step(job: Job, model: nn.Module, optimizer: Optimizer, tracker: Tracker, de
         tracker.phase = f"backward: {HEAD}"
         loss.backward()
         del inputs, loss  # Trainer holds the batch until the step is over
-    _forget_unused_states(trained, optimizer, tracker)
-    tracker.hold((p.grad for p in trained if p.grad is not None), "gradients")
+    tracker.forget(optimizer.forget_unused())
+    optimizer.take_gradients()
+    tracker.hold(optimizer.gradients, "gradients")
     tracker.phase = CLIP
     if job.max_grad_norm is not None:
-        norm = torch.nn.utils.clip_grad_norm_(trained, job.max_grad_norm)
-        del norm
+        optimizer.clip(job.max_grad_norm)
     tracker.phase = OPTIMIZER
     optimizer.step()
-    optimizer.zero_grad()
-
-
-def _forget_unused_states(trained: Sequence[nn.Parameter], optimizer: Optimizer, tracker: Tracker) -> None:
-    """No optimizer makes state for weights without a gradient, such as a tower's layers behind the one that is read."""
-    for parameter in trained:
-        if parameter.grad is None:
-            state = optimizer.state.pop(parameter, {})
-            tracker.forget(value for value in state.values() if _is_tensor(value))
 
 
 def simulated_micro_batches(job: Job) -> int:
@@ -163,45 +152,3 @@ def _autocast(job: Job, device: str) -> Any:
     """What Accelerate puts around the forward of a model that is not sharded."""
     table = resolve_precision(job.fsdp.precision)
     return torch.autocast(device, dtype=table.compute, enabled=table.compute is not table.storage)
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------------
-
-_OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
-    "adamw_torch": (torch.optim.AdamW, {}),
-    "sgd": (torch.optim.SGD, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-}
-
-
-def build_optimizer(name: str, model: nn.Module) -> Optimizer:
-    """Return the optimizer that transformers calls `name`, over the trained parameters, in its two groups.
-
-    Raises:
-        PlanError: one that is not simulated.
-    """
-    if name not in _OPTIMIZERS:
-        near = nearest_names(name, _OPTIMIZERS)
-        raise PlanError(
-            f"optimizer {name} is not one that the planner simulates",
-            near=", ".join(near or _OPTIMIZERS),
-            fix=f"--optim {(near or ['adamw_torch_fused'])[0]}",
-        )
-    kind, options = _OPTIMIZERS[name]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return kind([group for group in groups if group["params"]], lr=1e-3, **options)  # type: ignore[call-arg]
-
-
-def _make_optimizer_state(model: nn.Module, optimizer: Optimizer) -> None:
-    """Let the optimizer make its state as after a first step, by a step on zeros."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_fsdp.torch_private import FakeTensor, watch_shape_propagation
+from hf_fsdp.torch_private import FakeTensor, fake_device, watch_shape_propagation
 
 # CUDA's allocator hands out blocks of this size.
 ROUNDING_BYTES = 512
@@ -101,13 +102,14 @@ class Tracker(TorchDispatchMode):
                 event.delta = event.held.num_bytes = 0
 
     def _see(self, tensor: torch.Tensor, category: str = "") -> None:
-        if tensor.device.type == "meta":
-            return
         storage = tensor.untyped_storage()
         held = self._held.get(storage)
         num_bytes = self._rounded(storage.nbytes())
         if held is None:
-            on_device = tensor.device.type == self._device
+            device = tensor.device.type
+            if device == "meta":
+                return
+            on_device = device == self._device
             held = Held(0, on_device, self.phase, category, self._is_recompute(), len(self.events))
             self._held[storage] = held
             weakref.finalize(storage, self._free, held)
@@ -163,7 +165,13 @@ class Tracker(TorchDispatchMode):
     def _resume(self) -> None:
         self._paused -= 1
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would switch its compiler off around every call; nothing is compiled here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return fake_device(args[0])
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -174,9 +182,12 @@ class Tracker(TorchDispatchMode):
             return result
         self.num_operators += 1
         self._read_operator(func, args, kwargs, result)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
+        if isinstance(result, torch.Tensor):
+            self._see(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf)
         return result
 
     def _read_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -208,6 +219,7 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
+@cache
 def _formula(packet: Any) -> Any:
     found = flop_registry.get(packet)
     if found is None and "_for_cpu" in str(packet):  # torch counts the kernels of GPUs only
