@@ -184,6 +184,15 @@ def test_an_unknown_name_is_answered_with_near_ones_that_work(cache: Path) -> No
     assert "no hub id" in problem_of("what is this")
 
 
+def test_a_name_cut_short_is_answered_without_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **kwargs: pytest.fail("asked"))
+    said = problem_of("Mistral-7B")
+    assert "near  mistral-7b-v0.1, mistral-7b-v0.3" in said and "size or version" in said
+    assert resolve_model("gpt2").name  # whole, though "gpt2" starts longer names elsewhere
+
+
 def test_offline_says_what_works_without_a_connection(cache: Path) -> None:
     said = problem_of("unsloth/Llama-3.2-1B-Instruct")  # HF_HUB_OFFLINE is set for all tests
     assert "HF_HUB_OFFLINE" in said and "hf download unsloth/Llama-3.2-1B-Instruct config.json" in said

@@ -58,6 +58,8 @@ def resolve_model(
         raise missing_path(path, text)
     else:
         known = find_known_model(text)
+        if known is None and "/" not in text:
+            _check_whole_name(text)
         file = find_hub_config(known.hub_id if known else text, revision=revision)
     config = read_config_file(file)
     if trust_remote_code:
@@ -68,6 +70,21 @@ def resolve_model(
     if problems:
         raise PlanError(problems)
     return spec
+
+
+def _check_whole_name(text: str) -> None:
+    """Ask for the rest of a name that was cut short, before a hub that may be far away is asked.
+
+    Raises:
+        PlanError: the list has names that go on from `text`.
+    """
+    longer = [name for name in catalog_names() if name.startswith(f"{text.lower()}-")]
+    if longer:
+        raise PlanError(
+            f"MODEL {text!r} is the start of a name of the built-in list, and no whole one",
+            near=", ".join(longer),
+            fix=f"give its size or version too, such as {longer[0]}",
+        )
 
 
 def _is_folder(path: Path) -> bool:

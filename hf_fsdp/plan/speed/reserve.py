@@ -91,11 +91,6 @@ def estimate_job_reserve(gpu: Gpu, job: Job, *, num_nodes: int = 1, allocated_by
     )
 
 
-def headroom_bytes(gpu: Gpu, reserve: Reserve, peak_bytes: int) -> int:
-    """Return what stays free of a GPU's usable memory after the reserve and the simulated peak; below 0: no fit."""
-    return gpu.usable_bytes - reserve.total_bytes - peak_bytes
-
-
 def _is_unknown(gpu: Gpu) -> bool:
     return gpu.link is None
 
