@@ -176,6 +176,7 @@ def _plan(options: dict[str, Any], typed: frozenset[str]) -> None:
 
 def _plan_run_config(options: dict[str, Any], typed: frozenset[str]) -> Plan:
     """Return the plan of one run config: no search, its own settings."""
+    from hf_fsdp.plan.search.check import check_price
     from hf_fsdp.plan.search.recipe_plan import plan_recipe_run
     from hf_fsdp.plan.search.recipe_run import read_recipe_run
 
@@ -184,7 +185,9 @@ def _plan_run_config(options: dict[str, Any], typed: frozenset[str]) -> Plan:
     problems.found += check_outputs({**options, "write": None})
     hardware = problems.attempt(lambda: read_hardware(options))
     processes = 1 if hardware is None else hardware[0].num_gpus
-    problems.attempt(lambda: read_recipe_run(options["model"], processes))
+    trusted = options["trust_remote_code"]
+    problems.attempt(lambda: read_recipe_run(options["model"], processes, trust_remote_code=trusted))
+    problems.found += check_price(options["price"])
     tokens = problems.attempt(lambda: read_count(options["tokens"], "--tokens"))
     host = problems.attempt(lambda: read_memory(options["host_memory"], "--host-memory"))
     problems.refuse()
@@ -194,6 +197,7 @@ def _plan_run_config(options: dict[str, Any], typed: frozenset[str]) -> Plan:
         *hardware,
         exact=options["exact"],
         timeline=bool(options["html"]),
+        trust_remote_code=trusted,
         command=_command_line(options, typed),
     )
     request = dataclasses.replace(

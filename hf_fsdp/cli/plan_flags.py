@@ -11,7 +11,10 @@ Options = Mapping[str, Any]
 QUESTIONS = ("max_batch", "min_gpus", "compare")
 # What only a ranked plan has; what may stand beside a run config, which says all else itself.
 _OF_A_PLAN = ("html", "write", "pick", "why", "top", "exact", "price", "tokens")
-_OF_A_RUN = ("gpus", "gpu_memory", "exact", "why", "as_json", "html", "force", "price", "tokens", "host_memory")
+_OF_A_RUN = (
+    *("gpus", "gpu_memory", "host_memory", "price", "tokens", "exact", "trust_remote_code"),
+    *("why", "as_json", "html", "force"),
+)
 
 _Value = TypeVar("_Value")
 

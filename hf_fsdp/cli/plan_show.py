@@ -10,7 +10,7 @@ import typer
 
 from hf_fsdp.cli.plan_flags import Options
 from hf_fsdp.cli.terminal import print_json, print_table, say
-from hf_fsdp.errors import Problem
+from hf_fsdp.errors import PlanError, Problem
 
 if TYPE_CHECKING:
     from hf_fsdp.plan.candidate import Plan, PlanRequest
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def check_outputs(options: Options) -> list[Problem]:
     """Return what is in the way of the files that were asked for; told before a minute's search and not after."""
+    from hf_fsdp.plan.report.whole_files import find_obstacle
+
     problems = []
     if options["html"] is not None:
         page = Path(options["html"])
@@ -30,6 +32,8 @@ def check_outputs(options: Options) -> list[Problem]:
                     message=f"--html {page} exists and is not overwritten", fix="--force replaces it; or --html ANOTHER"
                 )
             )
+        elif obstacle := find_obstacle(page.parent):
+            problems.append(Problem(message=f"--html {page}: {obstacle}", fix="--html a file that can be written"))
         problems += _check_plotly()
     if options["write"] is not None:
         problems += _check_folder(Path(options["write"]), options["force"])
@@ -37,7 +41,6 @@ def check_outputs(options: Options) -> list[Problem]:
 
 
 def _check_plotly() -> list[Problem]:
-    from hf_fsdp.errors import PlanError
     from hf_fsdp.plan.report.charts import require_plotly
 
     try:
@@ -49,10 +52,18 @@ def _check_plotly() -> list[Problem]:
 
 def _check_folder(folder: Path, force: bool) -> list[Problem]:
     from hf_fsdp.plan.report.files import CONFIG_FILE, LAUNCH_FILE, PLAN_FILE, RUN_FILE
+    from hf_fsdp.plan.report.whole_files import find_obstacle
 
     if folder.exists() and not folder.is_dir():
         return [Problem(message=f"--write {folder} is not a folder", fix="--write another name")]
+    if obstacle := find_obstacle(folder):
+        return [Problem(message=f"--write {folder}: {obstacle}", fix="--write a folder that can be written")]
     taken = [folder / name for name in (LAUNCH_FILE, CONFIG_FILE, RUN_FILE, PLAN_FILE) if (folder / name).exists()]
+    if others := [path for path in taken if not path.is_file()]:
+        names = ", ".join(str(path) for path in others)
+        return [
+            Problem(message=f"--write {folder}: {names} cannot be replaced by a file", fix="--write another folder")
+        ]
     if force or not taken:
         return []
     names = ", ".join(str(path) for path in taken)
@@ -74,6 +85,11 @@ def show_plan(plan: Plan, options: Options, *, is_run: bool = False) -> None:
     """
     if not is_run and (options["html"] or options["exact"]):
         plan = _with_whole_step(plan, timeline=bool(options["html"]))
+    written, failure = [], None
+    try:
+        written = _write_files(plan, options)  # before it is printed, since a reader may stop reading (`| head`)
+    except PlanError as error:
+        failure = error  # a search of a minute is shown all the same
     if options["as_json"]:
         from hf_fsdp.plan.report.document import plan_to_json
 
@@ -85,18 +101,29 @@ def show_plan(plan: Plan, options: Options, *, is_run: bool = False) -> None:
     else:
         from hf_fsdp.cli.plan_view import print_plan
 
-        print_plan(plan, why=options["why"], limit=options["top"])
+        print_plan(
+            plan, why=options["why"], limit=options["top"], is_written=bool(options["write"]) and failure is None
+        )
+    for line in written:
+        _tell(line, options)
+    if failure is not None:
+        raise failure
+
+
+def _write_files(plan: Plan, options: Options) -> list[str]:
+    """Write what was asked for; return what to say of it."""
+    lines = []
     if options["html"]:
         from hf_fsdp.plan.report.page import write_report
 
-        _tell(f"wrote {write_report(plan, options['html'], force=options['force'])}", options)
+        lines.append(f"wrote {write_report(plan, options['html'], force=options['force'])}")
     if options["write"]:
         from hf_fsdp.plan.report.files import write_plan
 
         written = write_plan(plan, options["write"], rank=options["pick"], force=options["force"])
-        for path in written.paths:
-            _tell(f"wrote {path}", options)
-        _tell(f"run   {written.command}", options)
+        lines += [f"wrote {path}" for path in written.paths]
+        lines.append(f"run   {written.command}")
+    return lines
 
 
 def _tell(text: str, options: Options) -> None:

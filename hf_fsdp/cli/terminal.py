@@ -62,6 +62,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
     from rich.table import Table
     from rich.text import Text
 
+    if sys.stdout is None:  # closed by whoever started this
+        return
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
     for index, title in enumerate(header):
         table.add_column(title, justify="right" if index in right else "left", overflow="fold")

@@ -47,6 +47,7 @@ class LaunchPlan:
         purpose: words for the title line, e.g. ``full fine-tuning of meta-llama/Llama-2-7b-hf``.
         command: the command that wrote the file, for the title.
         callback: the call that the script adds, for the title.
+        config_files: files beside this one that say what Accelerate has no key for; without them the script has to.
         cpu_ram_efficient_loading: process 0 alone reads the weights.
     """
 
@@ -60,6 +61,7 @@ class LaunchPlan:
     purpose: str | None = None
     command: str | None = None
     callback: str = "FSDPCallback()"
+    config_files: tuple[str, ...] = ()
     cpu_ram_efficient_loading: bool = False
 
 
@@ -90,8 +92,9 @@ def write_launch_file(config: FSDPConfig, plan: LaunchPlan) -> str:
     problems = [*_check_plan(plan), *(check_config(config, plan.num_processes) if plan.num_processes > 0 else [])]
     if problems:
         raise ConfigError(problems)
-    body = [*_machine_lines(config, plan), _Line("fsdp_config", "", "read by Accelerate's FSDP plugin")]
-    body += _fsdp_lines(config, plan)
+    body = _machine_lines(config, plan)
+    if plan.num_processes > 1:
+        body += [_Line("fsdp_config", "", "read by Accelerate's FSDP plugin"), *_fsdp_lines(config, plan)]
     return "\n".join([*_title_lines(config, plan), *(str(line) for line in body)]) + "\n"
 
 
@@ -148,10 +151,15 @@ def _title_lines(config: FSDPConfig, plan: LaunchPlan) -> list[str]:
     lines = [f"# Launch file of Accelerate{' for ' + plan.purpose if plan.purpose else ''}."]
     if plan.command:
         lines.append(f"# Written by: {plan.command}")
-    lines.append(f"# The script adds callbacks=[{plan.callback}] to its Trainer; FSDPCallback shards the model.")
+    own = "A script of your own" if plan.config_files else "The script"
+    does = "shards the model" if plan.num_processes > 1 else "leaves one process unsharded"
+    lines.append(f"# {own} adds callbacks=[{plan.callback}] to its Trainer; FSDPCallback {does}.")
     outside = settings_outside_launch_file(config)
     if outside:
-        lines.append("# Not in this file, because Accelerate has no key for it; say it in the script's FSDPConfig:")
+        where = "say it in the script's FSDPConfig"
+        if plan.config_files:
+            where = f"it is in {' and '.join(plan.config_files)} beside it"
+        lines.append(f"# Not in this file, because Accelerate has no key for it; {where}:")
         lines += [f"#   {key}: {value}" for key, value in outside]
     if plan.num_processes > 1:  # one process is started without torchrun's agent
         lines += _grace_lines(config)
@@ -177,7 +185,7 @@ def _machine_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:
     gpu = f" {plan.gpu.name}" if plan.gpu else ""
     lines = [
         _Line("compute_environment", "LOCAL_MACHINE", "your own machines, not SageMaker"),
-        _Line("distributed_type", "FSDP", "split parameters, gradients and optimizer state over the GPUs"),
+        _distributed_line(plan),
         _precision_line(config, plan),
         _Line(
             "num_processes",
@@ -194,6 +202,13 @@ def _machine_lines(config: FSDPConfig, plan: LaunchPlan) -> list[_Line]:
         lines.append(_Line("same_network", "true", "the machines reach each other by address"))
     lines.append(_Line("main_training_function", "main", "only read for TPUs; Accelerate's own files carry it"))
     return lines
+
+
+def _distributed_line(plan: LaunchPlan) -> _Line:
+    if plan.num_processes > 1:
+        return _Line("distributed_type", "FSDP", "split parameters, gradients and optimizer state over the GPUs")
+    # Told FSDP, Accelerate starts one process under torchrun too and shards it by itself, in its own precision.
+    return _Line("distributed_type", "'NO'", "one process has nothing to split: Trainer trains it unsharded")
 
 
 def _machines_why(plan: LaunchPlan) -> str:
@@ -222,6 +237,8 @@ def _precision_line(config: FSDPConfig, plan: LaunchPlan) -> _Line:
         return _Line("mixed_precision", "fp16", why)
     if config.precision.reduce_dtype == "bfloat16":
         return _Line("mixed_precision", "bf16", "bf16 compute, fp32 weights, gradients summed in bf16")
+    if plan.num_processes == 1:
+        return _Line("mixed_precision", "bf16", "bf16 compute under autocast, fp32 weights")
     return _Line(
         "mixed_precision",
         "bf16",

@@ -292,6 +292,15 @@ class FSDPCallback(TrainerCallback):
                 "with GPUs, one for each process (--nproc_per_node, --num_processes)",
                 source=f"{type(args).__name__}(...)",
             )
+        if seams.current_plugin() is not None:
+            # Told FSDP, `accelerate launch` starts one process under torchrun, and Accelerate shards it over itself.
+            raise IntegrationError(
+                "one process was launched with FSDP: Accelerate would shard the model over that process by itself, "
+                "with its own precision, and nothing of hf-fsdp would apply",
+                fix="python SCRIPT, or distributed_type: 'NO' in the launch file, trains one process unsharded; "
+                "--num_processes 2 shards",
+                source="the launch file of Accelerate, or TrainingArguments(fsdp=...)",
+            )
         config = self._config or FSDPConfig.from_trainer(args.fsdp_config or {}) or FSDPConfig()
         if config.sharding.require_sharding:
             raise ShardingError(single_process_refused(config.sources.get("sharding.require_sharding")))

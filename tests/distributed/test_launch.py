@@ -117,6 +117,26 @@ def test_stray_variables_do_not_leak_into_a_torchrun_launch(model_folder: Path, 
     assert "ignored FSDP_OFFLOAD_PARAMS=true, FSDP_VERSION=1" in str(refused.value)
 
 
+def test_one_process_of_our_launch_file_trains_unsharded(model_folder: Path, tmp_path: Path) -> None:
+    from hf_fsdp.config.generate import LaunchPlan, write_launch_file
+    from hf_fsdp.config.schema import FSDPConfig
+
+    file = tmp_path / "launch.yaml"
+    file.write_text(write_launch_file(FSDPConfig(), LaunchPlan(num_processes=1)))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    result, printed = launch(command, model_folder, tmp_path)
+    assert not result["sharded"] and "one process, so the model is trained unsharded" in printed
+
+
+def test_one_process_under_fsdp_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    """Accelerate starts it under torchrun, and would shard it over itself."""
+    file = tmp_path / "launch.yaml"
+    file.write_text(ACCELERATE_EXAMPLE.replace("num_processes: 2", "num_processes: 1"))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    with pytest.raises(AssertionError, match="one process was launched with FSDP"):
+        launch(command, model_folder, tmp_path)
+
+
 def test_one_process_trains_unsharded_and_says_so(model_folder: Path, tmp_path: Path) -> None:
     result, printed = launch([sys.executable], model_folder, tmp_path)
     assert not result["sharded"]

@@ -85,7 +85,7 @@ def test_the_version_is_printed() -> None:
         ("--gpus", "8xA100-80G", "--method", "lora", "--precision", "fp32"),
         ("--gpus", "4", "--machines", "2", "--activation-checkpointing", "{every: 2}"),
         ("--gpus", "2xT4", "--offload", "none"),
-        ("--gpus", "1", "--precision", "bf16-true"),
+        ("--gpus", "2", "--precision", "bf16-true"),
     ],
     ids=" ".join,
 )
@@ -103,6 +103,15 @@ def test_the_file_is_accepted_by_accelerates_own_loader_and_every_line_says_why(
         why = line.partition("# ")[2]
         assert len(why) > 8, line
         assert len(line) <= 132 or line.startswith("# Written by: "), line
+
+
+def test_one_process_is_not_launched_with_fsdp(tmp_path: Path) -> None:
+    """Accelerate would start it under torchrun and shard it by itself; see `test_launch`."""
+    path = tmp_path / "f.yaml"
+    assert run("config", "llama-2-7b", "--gpus", "1", "-o", str(path)).exit_code == 0
+    config = load_with_accelerate(path)
+    assert str(config.distributed_type) == "DistributedType.NO"
+    assert (config.num_processes, config.mixed_precision) == (1, "bf16") and not config.fsdp_config
 
 
 def test_the_keys_of_fsdp_config_are_all_known_to_accelerates_launcher(tmp_path: Path) -> None:

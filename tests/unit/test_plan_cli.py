@@ -102,7 +102,10 @@ def test_a_page_shows_the_whole_step_over_time(tmp_path: Path, simulator: Lawful
 def test_written_files_are_a_run_that_the_planner_reads_again(tmp_path: Path) -> None:
     folder = tmp_path / "planned"
     text = shown(f"{LLAMA} --write {folder}")
-    assert text.count("wrote ") == 4 and "run   accelerate launch" in text
+    assert text.count("wrote ") == 4 and "run   accelerate launch" in text and "write the files" not in text
+    launch = (folder / "accelerate.yaml").read_text(encoding="utf-8")
+    assert "it is in train.yaml and fsdp.yaml beside it" in launch and "the script's FSDPConfig" not in launch
+    assert f"FSDPConfig.from_yaml('{folder / 'fsdp.yaml'}')" in launch
     run = yaml.safe_load((folder / "train.yaml").read_text(encoding="utf-8"))
     assert run["max_length"] == 4096 and run["global_batch_size"] == 64
     refused = plan(f"{LLAMA} --write {folder}")
@@ -250,6 +253,66 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_simulated(
     assert "\n  fix   " in found.output and not simulator.jobs
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("max_length:", ["max_length=None is no whole number"]),
+        ("per_device_train_batch_size: -2", ["per_device_train_batch_size=-2 is no whole number from 1 on"]),
+        ("per_device_train_batch_size: 2.5", ["per_device_train_batch_size=2.5"]),
+        ("global_batch_size: many\nlora_r: 0", ["2 problems", "global_batch_size='many'", "lora_r=0"]),
+        ("max_grad_norm: .nan", ["max_grad_norm=nan is no number from 0 on"]),
+        ("max_length: .inf", ["max_length=inf is no whole number"]),
+        ("use_peft: true\nlora_dropout: 2", ["lora_dropout=2 is no number from 0 to below 1", "lora_dropout: 0.05"]),
+        ("trainable: 3", ["trainable=3 is no list of names"]),
+        ("use_peft: perhaps", ["use_peft='perhaps' is neither true nor false"]),
+    ],
+)
+def test_values_of_a_run_config_are_read_as_the_recipe_reads_them(
+    values: str, words: list[str], tmp_path: Path, simulator: LawfulSimulator
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: llama-2-7b\n{values}\n", encoding="utf-8")
+    found = plan(f"{file} --gpus 8xA100-80G")
+    assert found.exit_code == 2 and not simulator.jobs
+    for word in [*words, f"from  {file}"]:
+        assert word in found.output
+
+
+def test_words_in_quotes_are_what_they_say(tmp_path: Path, simulator: LawfulSimulator) -> None:
+    file = tmp_path / "run.yaml"
+    text = "model_name_or_path: llama-2-7b\nmodel_revision: main\nuse_peft: 'false'\nmax_length: '512'\n"
+    file.write_text(text, encoding="utf-8")
+    shown(f"{file} --gpus 8xA100-80G")
+    assert simulator.jobs[0].method.name == "full" and simulator.jobs[0].batch.num_tokens == 512
+
+
+def test_the_revision_of_a_run_config_is_the_one_that_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_fsdp.plan.search import recipe_run
+
+    asked: list[Any] = []
+    resolve = recipe_run.resolve_model
+
+    def remember(name: str, **options: Any) -> Any:
+        asked.append((options.pop("revision"), options.pop("trust_remote_code")))
+        return resolve(name, **options)
+
+    monkeypatch.setattr(recipe_run, "resolve_model", remember)
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: llama-2-7b\nmodel_revision: v2\ntrust_remote_code: true\n", encoding="utf-8")
+    shown(f"{file} --gpus 8xA100-80G")
+    shown(f"{file} --gpus 8xA100-80G --trust-remote-code")
+    assert set(asked) == {("v2", False), ("v2", True)}, "the file's word is not a person's"
+
+
+@pytest.mark.parametrize("price", ["nan", "-3", "1e308"])
+def test_the_price_of_a_run_config_is_checked_too(price: str, simulator: LawfulSimulator) -> None:
+    for model in (RUN, LLAMA.split()[0]):
+        found = plan(f"{model} --gpus 8xA100-80G --tokens 1B --price {price}")
+        assert found.exit_code == 2 and "an hour is no price" in found.output and not simulator.jobs
+
+
 def test_errors_are_json_for_those_who_read_json() -> None:
     found = plan(f"{LLAMA} --top 0 --json")
     assert found.exit_code == 2 and "--top 0" in json.loads(found.stdout)["error"]
@@ -267,6 +330,50 @@ def test_files_in_the_way_are_told_before_the_search(tmp_path: Path, simulator: 
 
 
 # -- the real simulator -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--write", "--html"])
+def test_places_where_nothing_can_be_written_are_told_before_the_search(
+    flag: str, tmp_path: Path, simulator: LawfulSimulator
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
+    for place in ("file/below/x", "dangling/x"):
+        found = plan(f"{LLAMA} {flag} {tmp_path / place}")
+        assert found.exit_code == 2 and f"{flag} {tmp_path / place}: " in found.output, found.output
+    (tmp_path / "taken" / "train.yaml").mkdir(parents=True)
+    assert plan(f"{LLAMA} --write {tmp_path / 'taken'} --force").exit_code == 2
+    assert not simulator.jobs and (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_the_files_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "planned"
+    shown(f"{LLAMA} --write {folder}")
+    before = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    write = Path.write_text
+
+    def until_full(path: Path, text: str, **options: Any) -> int:
+        if path.name == ".train.yaml.draft":
+            write(path, text[:10], **options)
+            raise OSError(28, "No space left on device")
+        return write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", until_full)
+    found = plan(f"{LLAMA} --global-batch-size 32 --write {folder} --force")
+    assert found.exit_code == 1 and "No space left" in found.output and "Fits: " in found.output
+    monkeypatch.undo()
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == before
+
+
+def test_files_are_there_although_nobody_reads_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_fsdp.cli import plan_view
+
+    def stop_reading(*args: Any, **options: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(plan_view, "print_plan", stop_reading)
+    CliRunner().invoke(app, ["plan", *LLAMA.split(), "--write", str(tmp_path / "planned")])
+    assert len(list((tmp_path / "planned").iterdir())) == 4
 
 
 def test_a_small_model_of_a_file_is_planned_by_real_simulations(

@@ -59,6 +59,27 @@ def test_nothing_that_fits_is_faster_than_the_first_plan(machine: str, method: s
     assert speed >= fastest * 0.96  # 3 % are not worth a simulation, and 1 % is a tie
 
 
+@pytest.mark.parametrize(
+    ("machine", "method", "padded", "length", "rows"),
+    [
+        ("16x8xA100-40G", "full", True, 4096, 1024),  # hybrid structures by their bounds took all simulations
+        ("16x4xRTX3090-24G", "lora", True, 8192, 1024),  # so did every second block
+        ("4x8xRTX4090-24G", "full", False, 8192, 960),  # an all-reduce in each micro-batch was counted once
+        ("2x8xRTX4090-24G", "full", True, 512, 480),  # one forward holds no gradients yet
+    ],
+)
+def test_loose_bounds_do_not_take_the_simulations_of_better_ones(
+    machine: str, method: str, padded: bool, length: int, rows: int
+) -> None:
+    request = make_request(
+        machine, padded=padded, method=Method(name=method), max_length=length, global_batch_size=rows
+    )
+    plan, _ = run(request)
+    assert plan.best is not None and plan.best.simulation is not None
+    speed = expected_speed(request, plan.best.job, plan.best.simulation)
+    assert speed >= max(found for found, _ in exhaustive(request)) * 0.96
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_search_stays_within_its_simulations_and_calls(machine: str) -> None:
     _, simulator = run(make_request(machine))

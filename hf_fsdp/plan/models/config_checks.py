@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_fsdp.errors import Problem, nearest_names
 from hf_fsdp.plan.job import ModelSpec
+from hf_fsdp.plan.models.config_values import check_values
 from hf_fsdp.plan.models.known_models import find_known_model
 from hf_fsdp.plan.models.model_config import PLANNED_KINDS, kind_of, read_config, uses_own_code
 
@@ -49,8 +50,7 @@ def check_config(spec: ModelSpec, *, source: str, method: str) -> tuple[ModelSpe
     kind = kind_of(spec.config)
     if kind not in PLANNED_KINDS:
         problems.append(_other_kind(spec, kind, source))
-    values = _check_values(spec, source)
-    return spec, problems + ([values] if values is not None else [])
+    return spec, problems + _check_values(spec, source)
 
 
 def _check_code(spec: ModelSpec, source: str) -> Problem | None:
@@ -92,20 +92,22 @@ def _other_kind(spec: ModelSpec, kind: str, source: str) -> Problem:
     )
 
 
-def _check_values(spec: ModelSpec, source: str) -> Problem | None:
-    """Let the config class of transformers look at the values."""
+def _check_values(spec: ModelSpec, source: str) -> list[Problem]:
+    """Let the config class of transformers look at the values, and then look at what it takes."""
     if uses_own_code(spec.config):
-        return None  # its code runs where the model is built, once
+        return []  # its code runs where the model is built, once
     try:
-        read_config(spec)
+        config = read_config(spec)
     except Exception as error:  # its validators raise classes of their own, and assertions
         reason = " ".join((str(error).strip() or type(error).__name__).split())
-        return Problem(
-            message=f"MODEL {spec.name!r}: transformers refuses its config.json: {reason[:300]}",
-            fix="correct that value, or name a folder that save_pretrained wrote",
-            source=source,
-        )
-    return None
+        return [
+            Problem(
+                message=f"MODEL {spec.name!r}: transformers refuses its config.json: {reason[:300]}",
+                fix="correct that value, or name a folder that save_pretrained wrote",
+                source=source,
+            )
+        ]
+    return check_values(spec.name, spec.config, config, source)
 
 
 def _check_quantization(spec: ModelSpec, source: str, method: str) -> tuple[ModelSpec, list[Problem]]:

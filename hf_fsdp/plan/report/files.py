@@ -14,6 +14,7 @@ from hf_fsdp.errors import PlanError, Problem
 from hf_fsdp.plan.candidate import Candidate, Plan
 from hf_fsdp.plan.report.document import plan_to_json
 from hf_fsdp.plan.report.run_file import DATA_PLACEHOLDER, one_line, recipe_script, settle_config, write_run_file
+from hf_fsdp.plan.report.whole_files import write_whole
 
 LAUNCH_FILE, CONFIG_FILE, RUN_FILE, PLAN_FILE = "accelerate.yaml", "fsdp.yaml", "train.yaml", "plan.json"
 DEFAULT_FOLDER = "planned"
@@ -68,9 +69,7 @@ def write_plan(plan: Plan, folder: str | Path, *, rank: int = 1, force: bool = F
             ]
         )
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            paths[name].write_text(text, encoding="utf-8")
+        write_whole({paths[name]: text for name, text in texts.items()})
     except OSError as error:
         raise PlanError(
             f"--write {folder} cannot be written: {error.strerror or error}", fix="--write a folder of this user's"
@@ -83,7 +82,7 @@ def plan_files(plan: Plan, folder: str | Path, *, rank: int = 1) -> dict[str, st
     candidate = _candidate(plan, rank)
     config = settle_config(candidate.job)
     return {
-        LAUNCH_FILE: write_launch_file(config, _launch_plan(plan)),
+        LAUNCH_FILE: write_launch_file(config, _launch_plan(plan, folder)),
         CONFIG_FILE: config.to_yaml(),
         RUN_FILE: write_run_file(plan, candidate, config, launch_command(plan, folder)),
         PLAN_FILE: json.dumps(plan_to_json(dataclasses.replace(plan, candidates=(candidate,))), indent=2) + "\n",
@@ -113,7 +112,7 @@ def _candidate(plan: Plan, rank: int) -> Candidate:
     return candidate
 
 
-def _launch_plan(plan: Plan) -> LaunchPlan:
+def _launch_plan(plan: Plan, folder: str | Path) -> LaunchPlan:
     request = plan.request
     name = request.model.name
     is_packed = request.method.name == "qlora"  # the size in the file's comments is that of 16 bits a weight
@@ -129,5 +128,6 @@ def _launch_plan(plan: Plan) -> LaunchPlan:
         ),
         purpose=f"{request.method.name} fine-tuning of {one_line(name)}",
         command=one_line(plan.command) or None,
-        callback=f"FSDPCallback(FSDPConfig.from_yaml('{CONFIG_FILE}'))",
+        callback=f"FSDPCallback(FSDPConfig.from_yaml({one_line(str(Path(folder) / CONFIG_FILE))!r}))",
+        config_files=(RUN_FILE, CONFIG_FILE),
     )

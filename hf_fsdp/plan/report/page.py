@@ -26,6 +26,7 @@ from hf_fsdp.plan.report.settings import (
     describe_offload,
     describe_sharding,
 )
+from hf_fsdp.plan.report.whole_files import write_whole
 from hf_fsdp.plan.simulation import CATEGORIES
 from hf_fsdp.units import format_bytes, format_count
 
@@ -60,8 +61,7 @@ def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
         raise PlanError(f"--html {path} exists and is not overwritten", fix="--force replaces it; or --html ANOTHER")
     text = build_report(plan)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole({path: text})
     except OSError as error:
         raise PlanError(
             f"--html {path} cannot be written: {error.strerror or error}", fix="--html a file that this user may write"

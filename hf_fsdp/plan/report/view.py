@@ -47,7 +47,9 @@ class _Column:
     spare: int = 0
 
 
-def view_plan(plan: Plan, *, width: int = DEFAULT_WIDTH, limit: int = 5, why: bool = False) -> list[Section]:
+def view_plan(
+    plan: Plan, *, width: int = DEFAULT_WIDTH, limit: int = 5, why: bool = False, is_written: bool = False
+) -> list[Section]:
     """Return the sections of a plan, top to bottom, none wider than `width` where its text allows.
 
     Args:
@@ -55,6 +57,7 @@ def view_plan(plan: Plan, *, width: int = DEFAULT_WIDTH, limit: int = 5, why: bo
         width: columns of the terminal; tables leave out their least needed columns below that, or are written as lines.
         limit: how many fitting candidates are shown, and how many that do not fit.
         why: add the sentences that explain each choice.
+        is_written: its files are written, so whoever writes them says how they are started.
 
     Example::
 
@@ -74,7 +77,8 @@ def view_plan(plan: Plan, *, width: int = DEFAULT_WIDTH, limit: int = 5, why: bo
             if item.why
         ]
         sections += _reserve(plan)
-    sections += [Section(lines=tuple(_closing_lines(plan))), Section(lines=tuple(_next_lines(plan, width)))]
+    sections += [Section(lines=tuple(_closing_lines(plan)))]
+    sections += [Section(lines=() if is_written else tuple(_next_lines(plan, width)))]
     return [fold_section(section, width) for section in sections]
 
 

@@ -113,16 +113,18 @@ class Bounds:
         if item.offload != relative.structure.offload:
             rest = _without(simulation, _OFFLOADED[item.offload])
             return rest, f"{name} needs {format_bytes(rest)} beside all that is offloaded"
-        if item.sharding == "kept":
-            turn = _turning_point(simulation)
+        states = sum(simulation.state_bytes.values())
+        more = (self._state_bytes(item) or 0) - states if item.sharding.startswith("copies") else 0
+        if item.sharding.endswith("kept"):
+            turn = _turning_point(simulation) + more
             whole = self._gathered_bytes()
-            return turn + whole, (
-                f"when the backward starts, all weights are gathered ({format_bytes(whole)}) beside the "
-                f"{format_bytes(turn)} that {name} holds there"
-            )
-        if item.sharding.startswith("copies"):
-            states = sum(simulation.state_bytes.values())
-            more = (self._state_bytes(item) or 0) - states
+            if turn + whole >= peak + more:
+                with_copies = " with all of its copies" if more else ""
+                return turn + whole, (
+                    f"when the backward starts, all weights are gathered ({format_bytes(whole)}) beside the "
+                    f"{format_bytes(turn)} that {name} holds there{with_copies}"
+                )
+        if more:
             held = "weights, gradients and optimizer state"
             return peak + more, f"it holds {format_bytes(more)} more of {held} than {name}"
         return peak, f"it needs no less than {name}: {format_bytes(peak)}"
@@ -150,7 +152,18 @@ class Bounds:
 
     def _may_fit(self, item: Structure, division: tuple[int, int]) -> bool:
         floor = self._floor(item, division)
-        return floor is None or self._evaluation.has_room(Exploration(item, self._request).job(*division), floor)
+        if floor is None:
+            return True
+        floor = max(0, floor - self._counted_too_early(item, division))
+        return self._evaluation.has_room(Exploration(item, self._request).job(*division), floor)
+
+    def _counted_too_early(self, item: Structure, division: tuple[int, int]) -> int:
+        """The gradients that a line of steps with accumulation has in a forward, where a single one has none yet."""
+        known = self._relative(item, "full" if item.checkpointing == "every second" else item.checkpointing)
+        if known is None or division[1] > 1 or known.is_simulated(division):
+            return 0
+        copies, theirs = (one.config.sharding.dp_replicate_size for one in (item, known.structure))
+        return known.simulation(division).state_bytes.get("gradients", 0) * copies // theirs
 
     def _floor(self, item: Structure, division: tuple[int, int]) -> int | None:
         """What `item` needs about at least at `division`; None: not known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from hf_fsdp.config.validate import check_config
@@ -18,6 +17,9 @@ ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 LOAD_DTYPES = ("auto", "float32", "bfloat16")
 # Those that `simulator/optimizer.py` knows; a name is refused here before a worker has started.
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+
+# In any currency; above it a cost is no figure that a table can show.
+_MOST_AN_HOUR = 1e9
 
 
 def check_request(request: PlanRequest) -> list[Problem]:
@@ -71,14 +73,17 @@ def _check_sizes(request: PlanRequest) -> Iterator[Problem]:
         yield Problem(
             message=f"--lora-dropout {request.method.lora_dropout} is no probability below 1", fix="--lora-dropout 0.05"
         )
-    if request.price_per_gpu_hour is not None and not 0 <= request.price_per_gpu_hour < math.inf:
-        yield Problem(
-            message=f"--price {request.price_per_gpu_hour:g} an hour is no price", fix="--price 2.5, or leave it out"
-        )
+    yield from check_price(request.price_per_gpu_hour)
     if request.training_tokens is not None and request.training_tokens < 1:
         yield Problem(
             message=f"--tokens {request.training_tokens} is less than one", fix="--tokens 1000000, or leave it out"
         )
+
+
+def check_price(price: float | None) -> Iterator[Problem]:
+    """Yield what is wrong with a price per GPU and hour."""
+    if price is not None and not 0 <= price <= _MOST_AN_HOUR:
+        yield Problem(message=f"--price {price:g} an hour is no price", fix="--price 2.5, or leave it out")
 
 
 def _check_pictures(request: PlanRequest) -> Iterator[Problem]:

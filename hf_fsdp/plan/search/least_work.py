@@ -31,12 +31,13 @@ def least_work(item: Structure, plainer: Structure, job: Job, simulation: Simula
     gathers = ratio * (0.5 if item.sharding.endswith("kept") and not plainer.sharding.endswith("kept") else 1.0)
     gradients = simulation.state_bytes.get("gradients", 0) * shards / fewer
     is_reduced = item.sharding.startswith("copies") and not plainer.sharding.startswith("copies")
+    reductions = job.num_micro_batches if item.config.sharding.sync_each_batch else 1
     moved = replace(
         work,
         all_gather_bytes=work.all_gather_bytes * gathers,
         num_all_gathers=work.num_all_gathers * min(1.0, gathers),
         reduce_scatter_bytes=work.reduce_scatter_bytes * ratio,
-        all_reduce_bytes=max(work.all_reduce_bytes, gradients if is_reduced else 0.0),
+        all_reduce_bytes=max(work.all_reduce_bytes, gradients * reductions if is_reduced else 0.0),
     )
     there: float = work.host_to_device_bytes
     back: float = work.device_to_host_bytes

@@ -23,6 +23,7 @@ def plan_recipe_run(
     *,
     exact: bool = False,
     timeline: bool = False,
+    trust_remote_code: bool = False,
     command: str = "",
     simulate: Simulator = default_simulator,
 ) -> Plan:
@@ -34,13 +35,15 @@ def plan_recipe_run(
         gpu_memory_bytes: of one GPU.
         exact: simulate every layer.
         timeline: keep what was held along the step; simulates every layer too.
+        trust_remote_code: build a class that comes with the model.
         command: what was typed.
         simulate: runs jobs.
 
     Raises:
         PlanError: the file cannot be planned, or its model cannot be simulated.
     """
-    job = dataclasses.replace(read_recipe_run(path, gpus.num_gpus), exact=exact, timeline=timeline)
+    job = read_recipe_run(path, gpus.num_gpus, trust_remote_code=trust_remote_code)
+    job = dataclasses.replace(job, exact=exact, timeline=timeline)
     request = PlanRequest(
         model=job.model,
         gpus=gpus,

@@ -16,6 +16,7 @@ from hf_fsdp.plan.models.image_tokens import image_tokens
 from hf_fsdp.plan.models.model_config import model_kind
 from hf_fsdp.plan.models.resolve import resolve_model
 from hf_fsdp.plan.search.divisions import check_division
+from hf_fsdp.plan.search.run_values import RunValues
 from hf_fsdp.plan.search.usual_parts import with_usual_parts
 
 # transformers' and TRL's defaults of what a file leaves out.
@@ -38,7 +39,9 @@ def is_run_config(text: str) -> bool:
     return text.lower().endswith((".yaml", ".yml"))
 
 
-def read_recipe_run(path: str | Path, world_size: int, *, revision: str | None = None) -> Job:
+def read_recipe_run(
+    path: str | Path, world_size: int, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Job:
     """Return the job that a recipe would run with this file on so many GPUs.
 
     Only keys that change memory or speed are read; the recipe checks the rest. The loss is TRL's, in chunks, as both
@@ -47,10 +50,12 @@ def read_recipe_run(path: str | Path, world_size: int, *, revision: str | None =
     Args:
         path: a run config with `model_name_or_path`.
         world_size: GPUs, one process each; accumulation follows from `global_batch_size`.
-        revision: of a model on the hub.
+        revision: of a model on the hub; default: the file's `model_revision`.
+        trust_remote_code: build a class that comes with the model. By a person's word and not by the file's: who plans
+            a file of somebody else has not yet decided to run what it names.
 
     Raises:
-        PlanError: the file cannot be read, names no model, or its batch does not divide.
+        PlanError: the file cannot be read, names no model, a value is not of its kind, or its batch does not divide.
 
     Example::
 
@@ -60,16 +65,26 @@ def read_recipe_run(path: str | Path, world_size: int, *, revision: str | None =
     """
     content = _read(Path(path))
     fsdp = FSDPConfig.from_yaml(path) if "fsdp" in content else FSDPConfig()
-    values = {**_DEFAULTS, **content}
-    name = values.get("model_name_or_path")
+    values = RunValues({**_DEFAULTS, **content}, _DEFAULTS, str(path))
+    name = content.get("model_name_or_path")
     if not isinstance(name, str):
         raise PlanError(f"{path} names no model", fix="model_name_or_path: a hub id or a folder", source=str(path))
-    method = _method(values, fsdp)
-    model = resolve_model(name, revision=revision, method=method.name)
+    method = _method(values)
+    rows, packed = values.whole("per_device_train_batch_size"), values.flag("packing")
+    num_tokens, clipped = values.whole("max_length"), "max_grad_norm" in values and values.number("max_grad_norm")
+    num_micro_batches = _accumulation(values, rows, world_size, str(path))
+    max_pixels = values.whole("max_pixels") if "max_pixels" in values else None
+    if values.problems:
+        raise PlanError(values.problems)
+    wanted = values.text("model_revision")
+    model = resolve_model(
+        name,
+        revision=revision or (None if wanted == "main" else wanted),  # main is what any model is without a word
+        trust_remote_code=trust_remote_code,
+        method=method.name,
+    )
     has_pictures = model_kind(model) == _PICTURES and "dataset_text_field" not in content
     method = with_usual_parts(method, has_pictures=has_pictures)
-    rows = int(values["per_device_train_batch_size"])
-    packed = bool(values.get("packing"))
     return Job(
         model=model,
         fsdp=fsdp,
@@ -77,17 +92,17 @@ def read_recipe_run(path: str | Path, world_size: int, *, revision: str | None =
         method=method,
         batch=Batch(
             micro_batch_size=rows,
-            num_tokens=int(values["max_length"]),
+            num_tokens=num_tokens,
             padded=rows > 1 and not packed,
             packed=packed,
             num_images=int(has_pictures),
-            image_size=_image_size(values, model) if has_pictures else None,
+            image_size=_image_size(max_pixels, model) if has_pictures else None,
         ),
-        num_micro_batches=_accumulation(values, rows, world_size, str(path)),
-        optimizer=str(values["optim"]),
-        max_grad_norm=float(values["max_grad_norm"]) or None,
+        num_micro_batches=num_micro_batches,
+        optimizer=values.text("optim") or _DEFAULTS["optim"],
+        max_grad_norm=clipped or None,
         loss="chunked",
-        attention=str(values.get("attn_implementation") or "sdpa"),
+        attention=values.text("attn_implementation") or "sdpa",
     )
 
 
@@ -111,46 +126,45 @@ def _read(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _method(values: Mapping[str, Any], fsdp: FSDPConfig) -> Method:
-    name = "qlora" if values.get("load_in_4bit") else "lora" if values.get("use_peft") else "full"
-    dtype = str(values.get("dtype") or "auto")
-    targets = values.get("lora_target_modules") or "all-linear"
-    trainable = tuple(values.get("trainable") or ())
+def _method(values: RunValues) -> Method:
+    name = "qlora" if values.flag("load_in_4bit") else "lora" if values.flag("use_peft") else "full"
+    dtype = values.text("dtype") or "auto"
+    trainable = values.words("trainable")
     adapted = name != "full"
     return Method(
         name=name,
         load_dtype=dtype if dtype in ("float32", "bfloat16") and name != "qlora" else "auto",
-        lora_r=int(values["lora_r"]),
-        lora_dropout=float(values["lora_dropout"]),
-        lora_targets=(targets,) if isinstance(targets, str) else tuple(targets),
-        lora_parts=tuple(values.get("lora_parts") or ()) if adapted else (),
+        lora_r=values.whole("lora_r"),
+        lora_dropout=values.number("lora_dropout", below=1),
+        lora_targets=values.words("lora_target_modules") or ("all-linear",),
+        lora_parts=values.words("lora_parts") if adapted else (),
         lora_full=trainable if adapted else (),
         trainable=() if adapted else trainable,
-        double_quantization=bool(values.get("use_bnb_nested_quant")),
+        double_quantization=values.flag("use_bnb_nested_quant"),
     )
 
 
-def _accumulation(values: Mapping[str, Any], rows: int, world_size: int, source: str) -> int:
-    whole = values.get("global_batch_size")
-    if whole is None:
-        return int(values["gradient_accumulation_steps"])
-    problem = check_division(int(whole), world_size)
-    if problem is None and int(whole) % (rows * world_size):
-        fitting = int(whole) // world_size
+def _accumulation(values: RunValues, rows: int, world_size: int, source: str) -> int:
+    if "global_batch_size" not in values:
+        return values.whole("gradient_accumulation_steps")
+    whole = values.whole("global_batch_size")
+    if values.problems:
+        return 1
+    problem = check_division(whole, world_size)
+    if problem is None and whole % (rows * world_size):
         problem = Problem(
             message=f"global_batch_size={whole} is not a multiple of {rows} rows on each of {world_size} GPUs",
-            fix=f"per_device_train_batch_size: {math.gcd(fitting, rows)}",
+            fix=f"per_device_train_batch_size: {math.gcd(whole // world_size, rows)}",
             source=source,
         )
     if problem is not None:
         raise PlanError(problem)
-    return int(whole) // (rows * world_size)
+    return whole // (rows * world_size)
 
 
-def _image_size(values: Mapping[str, Any], model: ModelSpec) -> tuple[int, int] | None:
+def _image_size(max_pixels: int | None, model: ModelSpec) -> tuple[int, int] | None:
     """The largest square picture that `max_pixels` lets through; without it the model's own size, or a common one."""
-    pixels = values.get("max_pixels")
-    if pixels:
-        edge = math.isqrt(int(pixels))
+    if max_pixels:
+        edge = math.isqrt(max_pixels)
         return edge, edge
     return None if image_tokens(model).num_tokens is not None else _COMMON_SIZE

@@ -25,7 +25,7 @@ from hf_fsdp.plan.search.structures import Structure, list_structures
 from hf_fsdp.plan.search.unexplored import describe_unexplored
 
 # About 3 to 8 seconds of one core each: with those that prove the answer, a minute on two cores.
-MAX_EXPLORING = 12
+MAX_EXPLORING = 16
 MAX_PROVING = 4
 NUM_PROVEN = 3
 _PER_WAVE = 3
@@ -125,8 +125,8 @@ class Search:
             waiting,
             key=lambda item: (
                 item.offload != base,
+                item.checkpointing == "every second",  # reckoned from two others, and seldom much faster than both
                 -self._bounds.most_tokens_per_second(item),
-                item.checkpointing == "every second",  # where nothing is known it says least of the others
             ),
         )
         wave: list[Structure] = []

@@ -80,7 +80,10 @@ def run_step(job: Job, depths: dict[str, int], towers: Sequence[Tower]) -> Step:
         num_before = len(tracker.events)
         watch_phases(model, tracker, towers, depths)
         needs_mask = job.batch.packed and not job.attention.startswith("flash")
-        with tracker, rows_are_packed(needs_mask), kernels_of_gpu(job.device == "gpu"):
+        # Backward in this thread: how constants are made under fake tensors is known to each thread for itself, and a
+        # recomputed layer that makes one (Gemma 3n) would end the process in a thread of the device.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with tracker, rows_are_packed(needs_mask), kernels_of_gpu(job.device == "gpu"), one_thread:
             _step(job, model, optimizer, tracker, device)
         return Step(tracker, model, optimizer, applied, num_before)
 
