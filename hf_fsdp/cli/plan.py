@@ -167,7 +167,7 @@ def _plan(options: dict[str, Any], typed: frozenset[str]) -> None:
     elif options["min_gpus"]:
         show_smallest(request, options)
     elif options["compare"]:
-        show_comparison(request, words_of(options["compare"]), options)
+        show_comparison(request, words_of(options["compare"].lower()), options)
     else:
         from hf_fsdp.plan.search.search import search
 

@@ -16,6 +16,20 @@ _OF_A_RUN = (
     *("why", "as_json", "html", "force"),
 )
 
+# Options whose own words for nothing are better.
+_SAID_ELSEWHERE = (
+    "model",
+    "gpus",
+    "gpu_memory",
+    "config",
+    "precision",
+    "tokens",
+    "method",
+    "loss",
+    "attention",
+    "optim",
+)
+
 _Value = TypeVar("_Value")
 
 
@@ -78,6 +92,14 @@ def check_together(options: Options, typed: Collection[str], *, is_run: bool) ->
         )
     if options["price"] is not None and options["tokens"] is None:
         yield Problem(message="--price without --tokens: the cost of what?", fix="--tokens 1B, or leave --price out")
+    for name in sorted(typed):
+        if isinstance(options[name], str) and name not in _SAID_ELSEWHERE and not options[name].strip(" ,"):
+            yield Problem(message=f"{flag_of(name)} is empty", fix=f"leave out {flag_of(name)}, or say what")
+    if "pick" in typed and not options["write"] and not kinds and not is_run:
+        yield Problem(
+            message=f"--pick {options['pick']} without --write: picked for what?",
+            fix="--write DIR, or leave --pick out",
+        )
     if options["pick"] < 1:
         yield Problem(message=f"--pick {options['pick']} is no rank of a plan", fix="--pick 1   # the best")
     if options["top"] < 1:
@@ -87,6 +109,13 @@ def check_together(options: Options, typed: Collection[str], *, is_run: bool) ->
         yield Problem(
             message=f"{' and '.join(adapters)}: --method full has no adapters",
             fix="--method lora, or leave them out",
+        )
+    if "trainable" in typed and options["method"].strip().lower() in ("lora", "qlora") and not is_run:
+        yield Problem(
+            message=f"--trainable {options['trainable']} freezes parts of a full fine-tuning, and --method is "
+            f"{options['method']}",
+            fix=f"--lora-parts {options['trainable']} places adapters; parts trained in full beside them are said in a "
+            "run config (trainable: [...]), which is planned as it stands",
         )
 
 

@@ -112,12 +112,13 @@ def _read_method(options: Options, has_pictures: bool) -> Method:
     from hf_fsdp.plan.job import Method
     from hf_fsdp.plan.search.usual_parts import with_usual_parts
 
+    name = options["method"].strip().lower()
     method = Method(
-        name=options["method"].strip().lower(),
+        name=name,
         lora_r=options["lora_r"],
         lora_dropout=options["lora_dropout"],
         lora_parts=words_of(options["lora_parts"]),
-        trainable=words_of(options["trainable"]),
+        trainable=words_of(options["trainable"]) if name == "full" else (),
     )
     return with_usual_parts(method, has_pictures=has_pictures)
 

@@ -118,13 +118,15 @@ class MemoryWatch:
         """Whether what was asked is not about the largest batch: of the measured steps, once these are over."""
         asked = self.prediction.asked
         if asked is None:
-            return self._seen.most_forwards > 0
+            return self._seen.most_forwards > 0 or self._seen.failure is not None
         if self._is_measuring or self.record.measured is None:
             return self._seen.largest is not None and num_tokens(self._seen.largest) > num_tokens(asked.batch)
         return self.record.measured.batch not in (None, asked.batch)
 
     def _job(self, optimizer: Optimizer | None) -> Job:
         seen, args = self._seen, self._args
+        if seen.failure is not None:
+            raise HfFsdpError(seen.failure, fix="plan_memory: false")
         batch = self._batch()
         if batch is None or not seen.has_tokens:
             raise HfFsdpError("the model is given no input_ids", fix="plan_memory: false")

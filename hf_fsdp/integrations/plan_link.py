@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,14 @@ class MemoryPlanCallback(TrainerCallback):
             return
         watch, record = self._watch, self._watch.record
         watch.end_measuring()
+        until = time.monotonic() + self._wait_seconds  # for all together: other processes may wait for this one
         for _ in range(3):  # what is pending, and what a batch of the measured steps still asks for
-            watch.prediction.wait(self._wait_seconds)
+            watch.prediction.wait(max(0.0, until - time.monotonic()))
             self.say(*watch.follow_prediction(optimizer))
         self.say(*record.closing_lines())
+        if not record.numbers() and record.failure is None:  # no step ran: what an earlier part of the run wrote stays
+            self.stop()
+            return
         folder = Path(args.output_dir)
         record.write(folder / MEMORY_FILE)
         log_memory(record.numbers())

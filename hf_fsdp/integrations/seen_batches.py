@@ -36,6 +36,7 @@ class SeenBatches:
         self.largest: Batch | None = None
         self.is_chunked = False  # TRL asks the model for log-probabilities by a head that never holds all logits
         self.has_tokens = True
+        self.failure: str | None = None
         self._num_equal = 0
         self._packed = packed
         self._patch_size = _patch_size(model)
@@ -54,8 +55,16 @@ class SeenBatches:
         self._handle.remove()
 
     def _look(self, model: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
+        """Look at a forward; it runs inside of it, so an error here would be one of the training."""
         if not (model.training and torch.is_grad_enabled()):
             return
+        try:
+            self._look_at(inputs)
+        except Exception as error:
+            self.failure = f"a batch that cannot be read: {type(error).__name__}: {error}"
+            self.close()
+
+    def _look_at(self, inputs: Mapping[str, Any]) -> None:
         self.num_forwards += 1
         self.is_chunked = self.is_chunked or bool(inputs.get("fused_lm_head"))
         ids = inputs.get("input_ids")
@@ -82,14 +91,14 @@ class SeenBatches:
             num_tokens=int(ids.shape[1]),
             padded=isinstance(mask, torch.Tensor) and bool((mask == 0).any()),
             packed=self._packed and inputs.get("position_ids") is not None,
-            num_images=-(-num_images // int(ids.shape[0])),
+            num_images=-(-num_images // max(1, int(ids.shape[0]))),
             image_size=image_size,
         )
 
     def _pictures(self, inputs: Mapping[str, Any]) -> tuple[int, tuple[int, int] | None]:
         """Return how many pictures the batch has, and their size in pixels: (height, width) of the largest."""
         grid, pixels = inputs.get("image_grid_thw"), inputs.get(_PICTURES)
-        if isinstance(grid, torch.Tensor) and self._patch_size:
+        if isinstance(grid, torch.Tensor) and len(grid) and self._patch_size:
             _, height, width = max(grid.tolist(), key=lambda item: item[1] * item[2])
             return len(grid), (height * self._patch_size, width * self._patch_size)
         if isinstance(pixels, torch.Tensor) and pixels.ndim >= 4:

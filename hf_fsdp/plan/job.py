@@ -20,12 +20,14 @@ class ModelSpec:
         config: the contents of its config.json.
         num_parameters: parameters that its publisher states, if known; the simulation's own count is compared with it.
         trust_remote_code: build a class that comes with the model; only by a person's word.
+        revision: branch, tag or commit that the config is of; None: what the hub gives without a word.
     """
 
     name: str
     config: Mapping[str, Any]
     num_parameters: int | None = None
     trust_remote_code: bool = False
+    revision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

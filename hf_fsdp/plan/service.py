@@ -25,6 +25,12 @@ _WORKER_BYTES = 10**9
 _DEFAULT_SECONDS = 600.0
 
 
+def _worker_program() -> str:
+    """Return what a worker runs: with this process's own search path, since `-m` would put the current folder first,
+    where a `json.py` or a `tokenizers.py` of somebody else would be run in place of the real one."""
+    return f"import sys; sys.path[:] = {sys.path!r}; from hf_fsdp.plan.worker import main; main()"
+
+
 class _Worker:
     """One process and the pipe to it."""
 
@@ -41,7 +47,7 @@ class _Worker:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)  # the caller's own group is none of the worker's business
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hf_fsdp.plan.worker"],
+            [sys.executable, "-c", _worker_program()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -49,6 +55,7 @@ class _Worker:
             env=environment,
         )
         self._is_ready = False
+        self._was_stopped = False
 
     @property
     def is_alive(self) -> bool:
@@ -61,7 +68,7 @@ class _Worker:
             PlanError: the worker has died.
         """
         assert self._process.stdin is not None
-        timer = threading.Timer(_DEFAULT_SECONDS, self._process.kill)
+        timer = threading.Timer(_DEFAULT_SECONDS, self._stop)
         timer.start()
         try:
             if not self._is_ready:
@@ -75,6 +82,10 @@ class _Worker:
         finally:
             timer.cancel()
 
+    def _stop(self) -> None:
+        self._was_stopped = True
+        self._process.kill()
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -85,6 +96,12 @@ class _Worker:
 
     def _death(self) -> PlanError:
         code = self._process.wait()
+        if self._was_stopped:
+            return PlanError(
+                f"one step of these settings was not simulated within {_DEFAULT_SECONDS:.0f} seconds, and was stopped",
+                fix="--max-length 256, or a config.json with fewer layers: some models (state spaces without their "
+                "kernels) loop over tokens, and take as long for each as for a layer",
+            )
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()[-3:]
         said = "; ".join(lines) or "it said nothing"

@@ -9,14 +9,18 @@ import gc
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
 READY = "ready"
+_LOOK_SECONDS = 0.5
 
 
 def main() -> None:
     """Serve jobs until stdin ends."""
+    _end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
 
@@ -28,6 +32,17 @@ def main() -> None:
     answer({READY: True})
     for line in sys.stdin:
         answer(_serve(line))
+
+
+def _end_with(parent: int) -> None:
+    """End when the asking process is gone: killed, it closes no pipe that this one would look at while it is busy."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hf-fsdp-parent", daemon=True).start()
 
 
 def _prepare() -> None:

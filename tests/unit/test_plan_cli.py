@@ -137,6 +137,17 @@ def test_min_gpus_prints_a_command_that_ranks_what_it_found() -> None:
     assert json.loads(shown("llama-2-7b --min-gpus --json"))["rows"]
 
 
+def test_names_of_strategies_are_taken_in_any_case() -> None:
+    assert shown(f"{LLAMA} --compare FSDP,ddp") == shown(f"{LLAMA} --compare fsdp,DDP")
+
+
+def test_a_large_global_batch_takes_no_longer() -> None:
+    from hf_fsdp.plan.search.divisions import list_divisions
+
+    found = list_divisions(8 * 2**26 * 3, 8)
+    assert len(found) == 54 and found[-1] == (2**26 * 3, 1)
+
+
 def test_strategies_are_compared() -> None:
     text = shown(f"{LLAMA} --compare ddp,fsdp,fsdp-offload")
     assert "lacks" in text and "fsdp-offload" in text
@@ -222,7 +233,12 @@ def test_the_built_in_list_needs_no_other_word() -> None:
         (f"{LLAMA} --loss ce --attention flash", ["2 problems", "--loss ce", "--attention flash"]),
         (f"{LLAMA} --lora-r 8", ["--lora-r: --method full has no adapters"]),
         (f"{LLAMA} --method lora --lora-r 0", ["--lora-r 0"]),
-        (f"{LLAMA} --method lora --trainable language", ["parts of a full fine-tuning"]),
+        (f"{LLAMA} --method lora --trainable language", ["parts of a full", "--lora-parts language places adapters"]),
+        (f"{LLAMA} --write ''", ["--write is empty"]),
+        (f"{LLAMA} --compare ,", ["--compare is empty"]),
+        (f"{LLAMA} --revision '' --lora-parts ' '", ["2 problems", "--revision is empty", "--lora-parts is empty"]),
+        (f"{LLAMA} --pick 2", ["--pick 2 without --write"]),
+        (f"{LLAMA} --global-batch-size 8000000000000", ["more rows than any step has", "--global-batch-size 64"]),
         (f"{LLAMA} --packing --padded", ["--packing fills every row and --padded"]),
         (f"{LLAMA} --max-length 8192", ["4096 positions", "--max-length 4096"]),
         (f"{LLAMA} --max-length 0", ["--max-length 0 leaves rows without a token"]),

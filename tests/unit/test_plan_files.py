@@ -151,6 +151,16 @@ def test_a_job_that_names_no_part_trains_every_part(name: str, key: str, tmp_pat
     assert yaml.safe_load(texts["train.yaml"])[key] == ["all"]
 
 
+def test_the_revision_that_was_planned_is_the_one_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_fsdp.plan.search.search_command import search_command
+
+    model = dataclasses.replace(LLAMA, revision="v2")
+    found = plan(candidate(20.0, model=model))
+    found = dataclasses.replace(found, request=dataclasses.replace(found.request, model=model))
+    assert read_by_recipe(found, tmp_path, monkeypatch).model.model_revision == "v2"
+    assert "--revision v2" in search_command(found.request)
+
+
 def test_the_data_set_is_to_be_filled_in_and_missing_until_then(tmp_path: Path) -> None:
     write_plan(plan(), tmp_path)
     text = (tmp_path / "train.yaml").read_text(encoding="utf-8")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +207,18 @@ def test_the_largest_training_batch_is_seen_and_no_evaluation() -> None:
     assert seen.largest.num_tokens == 6
 
 
+def test_a_batch_that_cannot_be_read_is_a_reason_and_no_error_of_the_forward() -> None:
+    model = build_llama()
+    model.config.vision_config = SimpleNamespace(patch_size=14)
+    seen = SeenBatches(model)
+    model.train()
+    ids = torch.ones(2, 5, dtype=torch.long)
+    seen._look(model, (), {"input_ids": ids, "image_grid_thw": torch.zeros(0, 3, dtype=torch.long)})
+    assert seen.failure is None and seen.largest is not None and seen.largest.num_images == 0
+    seen._look(model, (), {"input_ids": torch.ones(4, 5), "image_grid_thw": torch.zeros(2, dtype=torch.long)})
+    assert "cannot be read" in str(seen.failure) and not model._forward_pre_hooks
+
+
 def test_pictures_of_a_batch_are_seen() -> None:
     model = build_llava()
     seen = SeenBatches(model)
@@ -304,6 +318,35 @@ def test_a_prediction_that_fails_is_a_line_beside_the_measurement(
     document = json.loads((tmp_path / "memory.json").read_text())
     assert document["failure"] == "this model cannot be simulated" and document["predicted"] is None
     assert document["measured"]["peak_bytes"] > 4 * 4 * sum(p.numel() for p in trainer.model.parameters())
+
+
+def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_fsdp.integrations.prediction.Service", Refusing)
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    build_trainer(tmp_path, MemoryPlanCallback(), **settings).train()
+    before = (tmp_path / "memory.json").read_text()
+    build_trainer(tmp_path, MemoryPlanCallback(), **settings).train(resume_from_checkpoint=True)
+    assert (tmp_path / "memory.json").read_text() == before
+
+
+def test_a_prediction_that_never_comes_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end several may be pending; other processes may wait for this one, so they share one time."""
+    waited: list[float] = []
+
+    class Hanging(Refusing):
+        def simulate(self, jobs: Any) -> Any:
+            ended.wait(60)
+
+    def wait(prediction: Any, seconds: float) -> None:
+        waited.append(seconds)
+        original(prediction, seconds)
+
+    ended, original = threading.Event(), Prediction.wait
+    monkeypatch.setattr("hf_fsdp.integrations.prediction.Service", Hanging)
+    monkeypatch.setattr(Prediction, "wait", wait)
+    build_trainer(tmp_path, MemoryPlanCallback(wait_seconds=0.5)).train()
+    ended.set()
+    assert waited[0] <= 0.5 and waited[1:] == [0.0] * (len(waited) - 1) and len(waited) > 1
 
 
 def test_one_step_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

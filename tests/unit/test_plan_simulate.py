@@ -6,8 +6,12 @@ import dataclasses
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from hf_fsdp import FSDPConfig
@@ -317,6 +321,27 @@ def test_what_cannot_be_simulated_is_told(service: Service, broken: Job, message
     assert service.simulate([job()])  # the worker goes on
 
 
+def test_a_worker_runs_no_code_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "tokenizers", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('run from the folder')")
+    monkeypatch.chdir(tmp_path)
+    with Service(num_workers=1) as own:
+        assert own.simulate([job()])
+
+
+def test_a_worker_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+    script = (
+        "import time\nfrom hf_fsdp.plan.service import _Worker\n"
+        "worker = _Worker()\nprint(worker._process.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        worker = psutil.Process(int(asking.stdout.readline()))
+        asking.kill()
+    psutil.wait_procs([worker], timeout=20)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_killed_worker_is_an_error_and_the_next_call_gets_another() -> None:
     with Service(1) as service:
         service.simulate([job()])
@@ -325,6 +350,38 @@ def test_a_killed_worker_is_an_error_and_the_next_call_gets_another() -> None:
         with pytest.raises(PlanError, match="ended with code -9"):
             service.simulate([job(num_micro_batches=3)])
         assert service.simulate([job(num_micro_batches=3)])[0].peak.num_bytes > 0
+
+
+def test_a_recomputed_layer_may_make_a_constant(service: Service) -> None:
+    """Gemma 3n asks for a quantile of its activations: a number that becomes a tensor of the device in each forward."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 2}
+    config = {"model_type": "gemma3n_text", **sizes, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512}
+    config |= {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
+    config |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 5}
+    assert service.simulate([job(config)])[0].work.recompute_flops > 0
+
+
+def test_a_job_that_takes_too_long_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_fsdp.plan.service._DEFAULT_SECONDS", 1.0)
+    with Service(1) as service, pytest.raises(PlanError, match="was not simulated within 1 seconds") as raised:
+        service.simulate([job()])
+    assert "memory" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("falcon", {"hidden_size": 64}),
+        ("gpt_neo", {"hidden_size": 64, "num_layers": 2, "attention_types": [[["global"], 2]]}),
+    ],
+)
+def test_models_that_look_up_their_attention_by_name_are_built(
+    model_type: str, changes: dict, service: Service
+) -> None:
+    sizes = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
+    config = {"model_type": model_type, **sizes, **changes}
+    found, eager = service.simulate([job(config), job(config, attention="eager")])
+    assert found.peak == eager.peak and "(eager)" in found.notes[-1] and not eager.notes
 
 
 def test_the_same_job_is_simulated_once(service: Service) -> None:

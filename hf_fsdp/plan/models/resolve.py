@@ -47,7 +47,7 @@ def resolve_model(
     if not text:
         raise PlanError("MODEL is empty", fix=f"name one, such as {catalog_names()[0]}, a folder or a hub id")
     path = Path(text).expanduser()
-    known = None if revision else find_known_model(text)
+    known, on_hub = None if revision else find_known_model(text), False
     if _is_folder(path) and (known is None or _is_file(path / "config.json")):
         file = check_folder(path, text)
     elif _is_file(path):
@@ -61,11 +61,19 @@ def resolve_model(
         if known is None and "/" not in text:
             _check_whole_name(text)
         file = find_hub_config(known.hub_id if known else text, revision=revision)
+        on_hub = True
     config = read_config_file(file)
     if trust_remote_code:
         config = _with_code_paths(config, str(path.resolve()) if path.exists() else text)
     spec, problems = check_config(
-        ModelSpec(name=text, config=config, trust_remote_code=trust_remote_code), source=str(file), method=method
+        ModelSpec(
+            name=text,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            revision=revision if on_hub else None,  # a folder has one state only
+        ),
+        source=str(file),
+        method=method,
     )
     if problems:
         raise PlanError(problems)

@@ -88,6 +88,8 @@ def _run_settings(plan: Plan, job: Job) -> Iterator[tuple[str, Any, str]]:
     request, batch = plan.request, job.batch
     name = loadable_name(request.model.name)
     yield "model_name_or_path", name, _PLANNED
+    if request.model.revision is not None:
+        yield "model_revision", request.model.revision, f"{_PLANNED} its config is what was planned"
     yield "# dataset_name", DATA_PLACEHOLDER, "to be filled in: a hub id or a file; or --dataset_name"
     yield "output_dir", f"runs/{Path(name).name.lower()}_{request.method.name}", _CHOSEN
     if request.model.trust_remote_code:

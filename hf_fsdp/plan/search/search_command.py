@@ -56,6 +56,8 @@ def _training(request: PlanRequest) -> Iterator[str]:
     if request.attention != usual.attention:
         yield from ("--attention", request.attention)
     yield from _method(request.method)
+    if request.model.revision is not None:
+        yield from ("--revision", request.model.revision)
     if request.model.trust_remote_code:
         yield "--trust-remote-code"
 

@@ -59,7 +59,8 @@ def _build_on_meta(spec: ModelSpec, attention: str) -> nn.Module:
         with torch.device("meta"), no_init_weights():
             try:
                 model = kind.from_config(config, attn_implementation=attention, **options)
-            except (ValueError, ImportError):  # a model without sdpa
+            # A model without sdpa; or one that looks its classes up by the name of a kernel (GPT-Neo, Falcon).
+            except (ValueError, ImportError, KeyError):
                 model = kind.from_config(config, attn_implementation="eager", **options)
     except HfFsdpError:
         raise
