@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
@@ -37,7 +37,8 @@ def errors_for_scripts(*, as_json: bool = False) -> Iterator[None]:
     def tell(text: str) -> None:
         typer.echo(printable(text), err=True)
         if as_json:
-            print_json({"error": text})
+            with suppress(OSError):  # it may be stdout that cannot be written; the line above is said
+                print_json({"error": text})
 
     try:
         yield

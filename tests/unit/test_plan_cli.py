@@ -122,6 +122,7 @@ def test_max_batch_prints_the_answer_and_one_step_above_it() -> None:
     text = shown(f"{LLAMA} --max-batch --micro-batch-size 4")
     assert "one row more" in text and "longest rows         4 x 4,096 tokens" in text
     data = json.loads(shown(f"{LLAMA} --max-batch --json"))
+    assert problems(data, {"$ref": "#/$defs/max_batch"}) == []
     assert data["largest_batch"]["fits"] and not data["one_row_more"]["fits"]
 
 
@@ -134,7 +135,8 @@ def test_min_gpus_prints_a_command_that_ranks_what_it_found() -> None:
         assert "--precision fp16-mixed" in command
     told = shown("llama-2-7b --min-gpus --gpus 8xA100-80G")
     assert "--gpus 8xA100-80G was not looked at" in told
-    assert json.loads(shown("llama-2-7b --min-gpus --json"))["rows"]
+    data = json.loads(shown("llama-2-7b --min-gpus --json"))
+    assert data["rows"] and problems(data, {"$ref": "#/$defs/min_gpus"}) == []
 
 
 def test_names_of_strategies_are_taken_in_any_case() -> None:
@@ -151,7 +153,8 @@ def test_a_large_global_batch_takes_no_longer() -> None:
 def test_strategies_are_compared() -> None:
     text = shown(f"{LLAMA} --compare ddp,fsdp,fsdp-offload")
     assert "lacks" in text and "fsdp-offload" in text
-    assert len(json.loads(shown(f"{LLAMA} --compare ddp,fsdp --json"))["rows"]) == 2
+    data = json.loads(shown(f"{LLAMA} --compare ddp,fsdp --json"))
+    assert len(data["rows"]) == 2 and problems(data, {"$ref": "#/$defs/compare"}) == []
 
 
 def test_a_run_config_is_planned_as_it_stands(simulator: LawfulSimulator) -> None:
@@ -331,7 +334,8 @@ def test_the_price_of_a_run_config_is_checked_too(price: str, simulator: LawfulS
 
 def test_errors_are_json_for_those_who_read_json() -> None:
     found = plan(f"{LLAMA} --top 0 --json")
-    assert found.exit_code == 2 and "--top 0" in json.loads(found.stdout)["error"]
+    data = json.loads(found.stdout)
+    assert found.exit_code == 2 and "--top 0" in data["error"] and problems(data, {"$ref": "#/$defs/error"}) == []
 
 
 def test_a_model_that_does_not_fit_is_an_error_with_what_would_do() -> None:

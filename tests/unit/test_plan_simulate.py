@@ -369,19 +369,28 @@ def test_a_job_that_takes_too_long_is_no_lack_of_memory(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
+    ("config", "attention", "is_eager"),
     [
-        ("falcon", {"hidden_size": 64}),
-        ("gpt_neo", {"hidden_size": 64, "num_layers": 2, "attention_types": [[["global"], 2]]}),
+        ({**GEMMA, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "sdpa", True),
+        ({**GEMMA, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "flash_attention_2", False),
+        ({**GEMMA}, "sdpa", False),
+        ({"model_type": "bloom", "n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 512}, "sdpa", True),
+        ({"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}, "sdpa", True),
+        (
+            {"model_type": "gpt_neo", "num_layers": 2, "hidden_size": 64, "attention_types": [[["global"], 2]]},
+            "flash_attention_2",
+            True,
+        ),
     ],
 )
-def test_models_that_look_up_their_attention_by_name_are_built(
-    model_type: str, changes: dict, service: Service
+def test_a_model_without_a_kernel_is_eager_as_in_training(
+    config: dict, attention: str, is_eager: bool, service: Service
 ) -> None:
-    sizes = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
-    config = {"model_type": model_type, **sizes, **changes}
-    found, eager = service.simulate([job(config), job(config, attention="eager")])
-    assert found.peak == eager.peak and "(eager)" in found.notes[-1] and not eager.notes
+    config = {**config, "num_hidden_layers": 2} | ({"num_attention_heads": 4} if "n_head" not in config else {})
+    config |= {"num_heads": 4} if config["model_type"] == "gpt_neo" else {}
+    found, eager = service.simulate([job(config, attention=attention), job(config, attention="eager")])
+    assert (found.peak.num_bytes == eager.peak.num_bytes) == is_eager
+    assert any("simulated as eager" in note for note in found.notes) == is_eager and not eager.notes
 
 
 def test_the_same_job_is_simulated_once(service: Service) -> None:

@@ -61,6 +61,7 @@ def write_run_file(plan: Plan, candidate: Candidate, config: FSDPConfig, command
         f"# {_prediction(plan, candidate)}",
         f"# Written by: {one_line(plan.command) or 'hf-fsdp plan'}",
         f"# {_PLANNED}: the plan holds for this value only. {_CHOSEN}: a common choice, yours to change.",
+        *_other_loss(candidate.job),
         "",
         *(_line(key, value, why) for key, value, why in _run_settings(plan, candidate.job)),
         "",
@@ -69,6 +70,11 @@ def write_run_file(plan: Plan, candidate: Candidate, config: FSDPConfig, command
     ]
     lines += [f"  {_line(section, value, _PLANNED).rstrip()}" for section, value in _yaml_sections(config).items()]
     return "\n".join(lines) + "\n"
+
+
+def _other_loss(job: Job) -> Iterator[str]:
+    if job.loss != "chunked":
+        yield "# Planned with the loss of a plain Trainer, which holds all logits; the recipe's, in chunks, needs less."
 
 
 def _prediction(plan: Plan, candidate: Candidate) -> str:

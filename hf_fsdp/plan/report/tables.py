@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_fsdp.plan.candidate import Candidate, Plan, PlanRequest
-from hf_fsdp.plan.report.document import plan_to_json
+from hf_fsdp.plan.report.document import PLAN_VERSION, plan_to_json
 from hf_fsdp.plan.report.figures import format_speed
 from hf_fsdp.plan.report.section import COMMAND_INDENT, Section
 from hf_fsdp.plan.report.settings import describe_checkpointing, describe_job
@@ -60,6 +60,7 @@ def batch_to_json(request: PlanRequest, batch: LargestBatch, rows: LongestRows) 
     """Return ``--max-batch`` as plain values."""
     return {
         "kind": "hf-fsdp plan --max-batch",
+        "version": PLAN_VERSION,
         "request": _request(request),
         "micro_batch_size": batch.micro_batch_size,
         "num_tokens": rows.num_tokens,
@@ -106,6 +107,7 @@ def smallest_to_json(found: SmallestPlan) -> dict[str, Any]:
     """Return ``--min-gpus`` as plain values."""
     return {
         "kind": "hf-fsdp plan --min-gpus",
+        "version": PLAN_VERSION,
         "request": _request(found.request),
         "rows": [
             {
@@ -158,6 +160,7 @@ def comparison_to_json(found: Comparison) -> dict[str, Any]:
     """Return ``--compare`` as plain values."""
     return {
         "kind": "hf-fsdp plan --compare",
+        "version": PLAN_VERSION,
         "request": _request(found.request),
         "rows": [
             {

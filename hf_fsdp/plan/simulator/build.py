@@ -32,12 +32,20 @@ def whole_model(job: Job) -> nn.Module:
     Raises:
         PlanError: transformers cannot build a language model of this config.
     """
-    return _whole_model(json.dumps(dataclasses.asdict(job.model)), _implementation(job))
+    needed = "_supports_flash_attn" if job.attention.startswith("flash") else "_supports_sdpa"
+    return _whole_model(json.dumps(dataclasses.asdict(job.model)), _implementation(job), needed)
 
 
 @functools.lru_cache(maxsize=2)
-def _whole_model(spec: str, attention: str) -> nn.Module:
-    return _build_on_meta(ModelSpec(**json.loads(spec)), attention)
+def _whole_model(spec: str, attention: str, needed: str) -> nn.Module:
+    model = _build_on_meta(ModelSpec(**json.loads(spec)), attention)
+    part: Any
+    for part in model.modules():
+        # transformers takes a kernel of a name that it does not know for every class, also for those that have no sdpa
+        # (Gemma 2, GPT-OSS, Bloom) and are trained with eager attention.
+        if hasattr(part, needed) and not getattr(part, needed):
+            part.config._attn_implementation_internal = "eager"  # this part's alone; the property sets all below it
+    return model
 
 
 def _implementation(job: Job) -> str:

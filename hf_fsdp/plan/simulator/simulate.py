@@ -59,7 +59,7 @@ def simulate_job(job: Job) -> Simulation:
     _check_states(job, totals, phases)
     built: Any = whole_model(job)
     if job.attention != "eager" and built.config._attn_implementation == "eager":
-        notes.append("attention was simulated with its scores held (eager): this model is built with no other kind")
+        notes.append("attention was simulated as eager, with its scores held: this model's class takes no other kernel")
     if not is_sharded(job):
         notes.append("not sharded: the step of one process under autocast, with the casts that torch makes on a CPU")
     if job.strategy == "ddp" and job.world_size > 1:
