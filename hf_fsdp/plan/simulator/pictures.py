@@ -16,6 +16,7 @@ import torch
 from hf_fsdp.errors import PlanError
 from hf_fsdp.plan.job import Job
 from hf_fsdp.plan.models.model_config import model_kind, read_config
+from hf_fsdp.plan.models.positions import max_positions
 from hf_fsdp.plan.simulator.depth import Tower
 from hf_fsdp.plan.simulator.picture_sizes import (
     Picture,
@@ -65,10 +66,13 @@ def measure_picture(job: Job) -> Picture | None:
     batch = job.batch
     needed = batch.num_images * picture.num_tokens
     if needed > batch.num_tokens:
+        most = max_positions(job.model)
         fitting = batch.num_tokens // picture.num_tokens
+        ways = [f"--max-length {needed} or more"] if most is None or needed <= most else []
+        ways += [f"--num-images {fitting}"] if fitting else []
         raise PlanError(
             f"{batch.num_images} x {picture.num_tokens} tokens of pictures exceed the {batch.num_tokens} of a row",
-            fix=f"--max-length {needed} or more" + (f", or --num-images {fitting}" if fitting else ""),
+            fix=", or ".join(ways) or f"--image-size, smaller: the model has {most} positions for pictures and text",
         )
     return picture
 
