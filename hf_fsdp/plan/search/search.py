@@ -24,7 +24,7 @@ from hf_fsdp.plan.search.reasons import explain_fit, explain_rejection
 from hf_fsdp.plan.search.structures import Structure, list_structures
 from hf_fsdp.plan.search.unexplored import describe_unexplored
 
-# About 3 to 8 seconds of one core each: with those that prove the answer, a minute on two cores.
+# About 1 to 5 seconds of one core each: with those that prove the answer, a minute on two cores.
 MAX_EXPLORING = 16
 MAX_PROVING = 4
 NUM_PROVEN = 3
