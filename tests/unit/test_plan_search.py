@@ -8,14 +8,14 @@ import re
 import pytest
 
 from hf_fsdp.config.hardware import parse_gpus
-from hf_fsdp.config.schema import FSDPConfig
+from hf_fsdp.config.schema import FSDPConfig, OffloadConfig
 from hf_fsdp.errors import PlanError
 from hf_fsdp.plan.candidate import Candidate, Plan, PlanRequest
 from hf_fsdp.plan.job import Method
 from hf_fsdp.plan.search.bounds import estimate_state_bytes
 from hf_fsdp.plan.search.evaluation import Evaluation
 from hf_fsdp.plan.search.expected_speed import expected_speed
-from hf_fsdp.plan.search.ranking import SAME_SPEED
+from hf_fsdp.plan.search.ranking import OFFLOAD_MARGIN, SAME_SPEED, Ranked, rank, worth
 from hf_fsdp.plan.search.search import MAX_EXPLORING, MAX_PROVING, search
 from hf_fsdp.plan.search.structures import build_job, list_structures
 from tests.unit.lawful_steps import GIB, LawfulSimulator, make_request, simulate_lawfully
@@ -31,7 +31,7 @@ def run(request: PlanRequest, bend_at: int = 0) -> tuple[Plan, LawfulSimulator]:
 
 
 def exhaustive(request: PlanRequest) -> list[tuple[float, Candidate]]:
-    """Every structure at every micro-batch, each simulated: what the search must not be worse than."""
+    """Every structure at every micro-batch, each simulated, by what its speed is worth."""
     evaluation = Evaluation(request, LawfulSimulator())
     per_gpu = request.global_batch_size // request.num_gpus
     found = []
@@ -42,7 +42,7 @@ def exhaustive(request: PlanRequest) -> list[tuple[float, Candidate]]:
                 candidate = evaluation.candidate(job, simulate_lawfully(job), "simulated")
                 if candidate.fits:
                     assert candidate.simulation is not None
-                    found.append((expected_speed(request, job, candidate.simulation), candidate))
+                    found.append((worth(expected_speed(request, job, candidate.simulation), job.fsdp), candidate))
     return found
 
 
@@ -54,9 +54,39 @@ def test_nothing_that_fits_is_faster_than_the_first_plan(machine: str, method: s
     request = make_request(machine, padded=padded, method=Method(name=method), max_length=length, global_batch_size=128)
     plan, _ = run(request)
     assert plan.best is not None and plan.best.basis == "simulated" and plan.best.simulation is not None
-    speed = expected_speed(request, plan.best.job, plan.best.simulation)
+    speed = worth(expected_speed(request, plan.best.job, plan.best.simulation), plan.best.job.fsdp)
     fastest = max(found for found, _ in exhaustive(request))
     assert speed >= fastest * 0.96  # 3 % are not worth a simulation, and 1 % is a tie
+
+
+def test_offload_comes_first_only_where_it_is_clearly_faster() -> None:
+    request = make_request()
+    structures = {item.offload: item for item in list_structures(request) if item.key[:2] == ("sharded", "full")}
+    simulation = simulate_lawfully(build_job(request, structures["none"].config, 1, 8))
+    evaluation = Evaluation(request, LawfulSimulator())
+
+    def ranked(offload: str, speed: float) -> Ranked:
+        job = build_job(request, structures[offload].config, 1, 8)
+        candidate = evaluation.candidate(job, simulation, "simulated")
+        return Ranked(candidate=candidate, structure=structures[offload], division=(1, 8), tokens_per_second=speed)
+
+    plain, one, both = ranked("none", 1000.0), ranked("activations", 1140.0), ranked("both", 1300.0)
+    assert rank([one, plain]) == [plain, one] and rank([plain, both]) == [both, plain]
+    assert rank([ranked("parameters", 900.0), one])[0] is one, "of two that offload the faster one"
+
+
+def test_no_offload_wins_by_less_than_its_margin() -> None:
+    for machine in MACHINES + OTHERS:
+        request = make_request(machine, padded=True, method=Method(name="lora"), max_length=8192, global_batch_size=128)
+        plan, _ = run(request)
+        speeds: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
+        for candidate in plan.fitting:
+            assert candidate.simulation is not None
+            speed = expected_speed(request, candidate.job, candidate.simulation)
+            speeds[candidate.job.fsdp.offload != OffloadConfig()].append(speed)
+        assert plan.best is not None
+        if plan.best.job.fsdp.offload != OffloadConfig():
+            assert max(speeds[True]) > max(speeds[False]) * (1 + OFFLOAD_MARGIN) * (1 - SAME_SPEED)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +106,7 @@ def test_loose_bounds_do_not_take_the_simulations_of_better_ones(
     )
     plan, _ = run(request)
     assert plan.best is not None and plan.best.simulation is not None
-    speed = expected_speed(request, plan.best.job, plan.best.simulation)
+    speed = worth(expected_speed(request, plan.best.job, plan.best.simulation), plan.best.job.fsdp)
     assert speed >= max(found for found, _ in exhaustive(request)) * 0.96
 
 

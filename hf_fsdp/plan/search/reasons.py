@@ -32,11 +32,12 @@ def explain_fit(run: Search, item: Ranked, best: Ranked | None) -> Candidate:
     reasons = [_memory(item.candidate), *_choices(run, item), *_micro_batch(run, item)]
     if best is not None and best is not item and best.tokens_per_second:
         slower = 1 - item.tokens_per_second / best.tokens_per_second
-        reasons.append(
-            f"it is estimated {slower:.0%} slower than #1"
-            if slower > SAME_SPEED
-            else "it is estimated as fast as #1, which has more room or is simpler"
-        )
+        if slower > SAME_SPEED:
+            reasons.append(f"it is estimated {slower:.0%} slower than #1")
+        elif slower < -SAME_SPEED:
+            reasons.append(f"it is estimated {-slower:.0%} faster than #1, too little to rely on the host")
+        else:
+            reasons.append("it is estimated as fast as #1, which has more room or is simpler")
     return dataclasses.replace(item.candidate, why=tuple(reasons))
 
 

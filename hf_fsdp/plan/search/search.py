@@ -19,7 +19,7 @@ from hf_fsdp.plan.search.evaluation import Evaluation, Simulator, default_simula
 from hf_fsdp.plan.search.expected_speed import expected_speed
 from hf_fsdp.plan.search.exploration import Exploration
 from hf_fsdp.plan.search.facts import assemble_plan
-from hf_fsdp.plan.search.ranking import SAME_SPEED, Ranked, best_of_each, rank
+from hf_fsdp.plan.search.ranking import OFFLOAD_MARGIN, SAME_SPEED, Ranked, best_of_each, rank, worth
 from hf_fsdp.plan.search.reasons import explain_fit, explain_rejection
 from hf_fsdp.plan.search.structures import Structure, list_structures
 from hf_fsdp.plan.search.unexplored import describe_unexplored
@@ -32,6 +32,7 @@ _PER_WAVE = 3
 # A structure that cannot be faster by more than this is not explored: estimates do not tell such differences.
 WORTH_A_LOOK = 0.03
 NO_FASTER = f"since at most {WORTH_A_LOOK:.0%} faster than #1"
+TOO_LITTLE_FOR_OFFLOAD = f"since at most {OFFLOAD_MARGIN:.0%} faster than #1, too little to rely on the host"
 AFTER_ENOUGH = f"after {MAX_EXPLORING} simulations"
 
 
@@ -151,10 +152,11 @@ class Search:
         best = self.best()
         if best is None:
             return False
-        most = self._bounds.most_tokens_per_second(item)
-        if most > best.tokens_per_second * (1 + WORTH_A_LOOK):
+        most = worth(self._bounds.most_tokens_per_second(item), item.config)
+        is_about_offload = item.offload != "none" and best.structure.offload == "none"
+        if most > best.worth * (1.0 if is_about_offload else 1 + WORTH_A_LOOK):
             return False
-        self.left_alone[item.key] = NO_FASTER
+        self.left_alone[item.key] = TOO_LITTLE_FOR_OFFLOAD if is_about_offload else NO_FASTER
         return True
 
     # -- what fits ----------------------------------------------------------------------------------------------------
@@ -211,10 +213,10 @@ class Search:
 
     def _single_forwards(self, leaders: Sequence[Ranked]) -> list[Ranked]:
         """Candidates without accumulation that miss by less than the gradients which the line counts too early."""
-        best = leaders[0].tokens_per_second if leaders else 0.0
+        best = leaders[0].worth if leaders else 0.0
         found = []
         for item in self.all_ranked():
-            if item.division[1] > 1 or item.candidate.fits or item.tokens_per_second <= best * (1 + SAME_SPEED):
+            if item.division[1] > 1 or item.candidate.fits or item.worth <= best * (1 + SAME_SPEED):
                 continue
             simulation = item.candidate.simulation
             gradients = simulation.state_bytes.get("gradients", 0) if simulation is not None else 0
