@@ -46,7 +46,7 @@ def read_request(options: Options, typed: Collection[str]) -> PlanRequest:
         gpus=gpus,
         gpu_memory_bytes=memory,
         method=_read_method(options, bool(pictures)),
-        max_length=options["max_length"],
+        max_length=_max_length(options, typed, model),
         global_batch_size=options["global_batch_size"],
         packing=options["packing"],
         padded=options["padded"] if "padded" in typed else not options["packing"],
@@ -97,6 +97,16 @@ def _read_model(options: Options) -> ModelSpec:
         trust_remote_code=options["trust_remote_code"],
         method=method if method in ("full", "lora", "qlora") else "full",
     )
+
+
+def _max_length(options: Options, typed: Collection[str], model: ModelSpec | None) -> int:
+    """Return the tokens of a row; a default that nobody typed is no reason to refuse a model with fewer positions."""
+    from hf_fsdp.plan.models.positions import max_positions
+
+    wanted = int(options["max_length"])
+    if "max_length" in typed or model is None:
+        return wanted
+    return min(wanted, max_positions(model) or wanted)
 
 
 def _num_images(options: Options, model: ModelSpec | None) -> int:

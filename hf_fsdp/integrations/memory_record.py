@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp.integrations.prediction import package_versions
+from hf_fsdp.integrations.seen_batches import num_tokens
 from hf_fsdp.plan.job import Batch, Job
 from hf_fsdp.plan.simulation import Simulation
 from hf_fsdp.units import GIB, format_bytes, format_count
@@ -93,14 +94,22 @@ class MemoryRecord:
 
     # -- for a person -------------------------------------------------------------------------------------------------
 
-    def predicted_line(self, batch: str) -> str:
-        """Return the prediction, with the largest parts of its peak."""
+    def predicted_line(self, batch: str, before: Batch | None = None) -> str:
+        """Return the prediction, with the largest parts of its peak.
+
+        Args:
+            batch: that it is for, in words.
+            before: that an earlier prediction of this training was for, if there was one.
+        """
         assert self.simulation is not None and self.predicted_bytes is not None
         peak = self.simulation.peak
         parts = sorted(peak.categories.items(), key=lambda item: -item[1])[:3]
         words = ", ".join(f"{name.replace('_', ' ')} {size(num_bytes)}" for name, num_bytes in parts)
         host = f"; {size(self.simulation.host_bytes)} in host memory" if self.simulation.host_bytes else ""
         origin = "simulated, read from this folder" if self.was_read else "simulated"
+        if before is not None and self.job is not None:
+            larger = num_tokens(self.job.batch) > num_tokens(before)
+            origin += ", again for a larger batch" if larger else ", again for the batch of the measured steps"
         return f"memory: predicted {size(self.predicted_bytes)} ({origin}; {batch}): {words}, in the {peak.name}{host}"
 
     def closing_lines(self) -> list[str]:
@@ -110,7 +119,8 @@ class MemoryRecord:
             return [f"memory: {measured}; no prediction: {self.failure or 'none was made in time'}"]
         line = f"memory: predicted {size(self.predicted_bytes)} (simulated), {measured}"
         if self.error is not None:
-            line += f": {abs(self.error):.1%} {'over' if self.error >= 0 else 'under'}"
+            far = f"{abs(self.error):.1%}"
+            line += ": equal to 0.1%" if far == "0.0%" else f": {far} {'over' if self.error >= 0 else 'under'}"
         notes = (*self.doubts, *(self.simulation.notes if self.simulation else ()))
         return [line, *(f"memory: note: {note}" for note in notes)]
 

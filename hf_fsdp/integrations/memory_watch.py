@@ -102,9 +102,10 @@ class MemoryWatch:
                 record.failure = answer.problem
                 lines.append(f"memory: no prediction: {answer.problem}")
             else:
+                before = record.job.batch if record.job is not None else None
                 record.job, record.simulation, record.was_read = answer.job, answer.simulation, answer.was_read
                 record.compare_model(*count_parameters(self._model))
-                lines.append(record.predicted_line(describe_batch(answer.job.batch)))
+                lines.append(record.predicted_line(describe_batch(answer.job.batch), before))
                 record.write(Path(self._args.output_dir) / MEMORY_FILE)
         if record.failure is None and not self.prediction.is_pending and self._wants_another():
             try:

@@ -139,6 +139,12 @@ def test_min_gpus_prints_a_command_that_ranks_what_it_found() -> None:
     assert data["rows"] and problems(data, {"$ref": "#/$defs/min_gpus"}) == []
 
 
+def test_a_length_that_nobody_typed_is_no_reason_to_refuse_a_model() -> None:
+    assert "rows of 1,024 tokens" in shown("gpt2 --gpus 8xA100-80G")
+    found = plan("gpt2 --gpus 8xA100-80G --max-length 2048")
+    assert found.exit_code == 2 and "1024 positions" in found.output
+
+
 def test_names_of_strategies_are_taken_in_any_case() -> None:
     assert shown(f"{LLAMA} --compare FSDP,ddp") == shown(f"{LLAMA} --compare fsdp,DDP")
 

@@ -255,6 +255,18 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
     assert document["measured"]["peak_bytes"] == 4 * 2**20
 
 
+def test_a_second_prediction_says_what_it_is_for(tmp_path: Path) -> None:
+    job = job_of(build_llama(), tmp_path)
+    measured = Measured(kind="count", first_step=2, last_step=3, by_phase={"optimizer": 3 * 2**20})
+    record = MemoryRecord(job=job, simulation=small_simulation(), measured=measured)
+    assert "(simulated; 4 rows)" in record.predicted_line("4 rows")
+    smaller = Batch(micro_batch_size=job.batch.micro_batch_size, num_tokens=job.batch.num_tokens - 1)
+    assert "(simulated, again for a larger batch; 4 rows)" in record.predicted_line("4 rows", smaller)
+    assert "again for the batch of the measured steps" in record.predicted_line("4 rows", job.batch)
+    record.compare_model(10, 10, 2**20)
+    assert record.closing_lines()[0].endswith(": equal to 0.1%")
+
+
 def test_without_a_prediction_its_reason_stands_beside_the_measurement() -> None:
     measured = Measured(kind="cuda", first_step=2, last_step=2, by_phase={"optimizer": 3 * 2**30})
     record = MemoryRecord(measured=measured, failure="DoRA is not simulated")

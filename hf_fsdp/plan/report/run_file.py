@@ -97,6 +97,9 @@ def _run_settings(plan: Plan, job: Job) -> Iterator[tuple[str, Any, str]]:
     if request.model.revision is not None:
         yield "model_revision", request.model.revision, f"{_PLANNED} its config is what was planned"
     yield "# dataset_name", DATA_PLACEHOLDER, "to be filled in: a hub id or a file; or --dataset_name"
+    if recipe_script(plan) == "recipes/text/train.py":
+        yield "# chat_template", "llama2", "for conversations, where the tokenizer has none, as those of base models"
+    yield "# plan_memory", True, "to hold the memory that is predicted for the rows that come against what is measured"
     yield "output_dir", f"runs/{Path(name).name.lower()}_{request.method.name}", _CHOSEN
     if request.model.trust_remote_code:
         yield "trust_remote_code", True, f"{_PLANNED} its code comes with the model, by your word"
