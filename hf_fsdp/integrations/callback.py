@@ -307,7 +307,10 @@ class FSDPCallback(TrainerCallback):
         self.preemption.configured_grace = config.checkpoint.grace_seconds
         self.checkpoints.use(config.checkpoint)
         if not self._single_process:
-            print("hf-fsdp: one process, so the model is trained unsharded and fsdp settings do not apply")
+            print(
+                "hf-fsdp: one process, so the model is trained unsharded; of the fsdp settings only checkpoint: counts "
+                "(recipes hand precision and activation checkpointing to Trainer)"
+            )
             if config.precision.preset == FP16_PRESET and args.device.type == "cpu":
                 print("hf-fsdp: without sharding, Trainer computes fp16 on a CPU in fp32")
         self._single_process = True
