@@ -135,11 +135,19 @@ class StepMonitor:
         return self.report
 
 
+_PIECE = 97 * 2**14  # values, a multiple of the period of the weights
+
+
 def _signature(parameter: nn.Parameter) -> torch.Tensor:
     """Three numbers that change when any value of this rank's shard does (up to exact cancellation)."""
-    shard = local_shard(parameter.detach()).flatten().double()
-    weights = torch.arange(1, shard.numel() + 1, dtype=torch.float64, device=shard.device).remainder_(97)
-    return torch.stack([shard.sum(), (shard * weights).sum(), shard.abs().sum()])
+    shard = local_shard(parameter.detach()).flatten()
+    total = torch.zeros(3, dtype=torch.float64, device=shard.device)
+    # In pieces: in float64 a large table's shard would take several times its memory, in a step that fits without.
+    for piece in shard.split(_PIECE):
+        values = piece.double()
+        weights = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=shard.device).remainder_(97)
+        total += torch.stack([values.sum(), (values * weights).sum(), values.abs().sum()])
+    return total
 
 
 def _state_dtypes(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, str]:

@@ -135,7 +135,7 @@ def real_peaks(
             loss = model(**inputs, num_items_in_batch=torch.ones((), dtype=torch.long)).loss * WORLD_SIZE
             tracker.phase = f"backward: {HEAD}"
             loss.backward()
-            del inputs, loss
+            del loss  # Trainer holds the batch until the step is over
             tracker.phase = CLIP
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             tracker.phase = OPTIMIZER

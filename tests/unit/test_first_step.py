@@ -163,3 +163,22 @@ def test_a_bad_loss_is_reported_once_and_not_again_for_the_next_step() -> None:
     with pytest.raises(NumericsError, match="step 1: the loss is not finite"):
         monitor.check_finite(model, 1)
     monitor.check_finite(model, 2)
+
+
+def test_signatures_of_large_weights_take_little_memory() -> None:
+    """An embedding of 128,256 x 8,192 in 8 shards would take 3 GB in float64, beside the optimizer's state."""
+    from hf_fsdp.monitor.first_step import _signature
+    from hf_fsdp.monitor.memory import MemoryMeter
+
+    weight = torch.nn.Parameter(torch.rand(8_000_003))
+    before = _signature(weight)
+    meter = MemoryMeter("count")
+    meter.start(torch.nn.Module())
+    meter.begin_step()
+    _signature(weight)
+    meter.end_step()
+    meter.stop()
+    assert meter.steps[0].peak_bytes < 2 * weight.nbytes + 4 * 8 * 97 * 2**14  # one piece in float64, not all
+    with torch.no_grad():
+        weight[-1] += 1e-3
+    assert not torch.equal(before, _signature(weight))

@@ -87,6 +87,17 @@ def test_known_values_are_kept() -> None:
             assert torch.tensor([3, 4])[1:].tolist() == [4]
 
 
+def test_what_shapes_do_not_say_is_asked_again() -> None:
+    with fake_values(), Repeats():
+        for _ in range(2):
+            number = torch.empty(4, dtype=torch.complex64)
+            assert number.conj().is_conj() and not number.conj().conj().is_conj()
+            assert not number[1:].is_conj() and number.conj()[1:].is_conj() and number.conj().imag.is_neg()
+            weight = torch.nn.Parameter(torch.empty(10, 4))
+            torch.nn.functional.embedding(torch.zeros(3, dtype=torch.long), weight, sparse=True).sum().backward()
+            assert weight.grad is not None and weight.grad.layout is torch.sparse_coo
+
+
 def test_a_wrong_shape_is_refused_again_and_again() -> None:
     with fake_values(), Repeats():
         for _ in range(3):

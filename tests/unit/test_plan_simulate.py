@@ -107,6 +107,9 @@ JOBS: dict[str, Job] = {
     "activations offloaded": job(fsdp=FSDPConfig(offload="activations")),
     "fp32": job(fsdp=FSDPConfig(precision="fp32")),
     "bf16-true": job(fsdp=FSDPConfig(precision="bf16-true")),
+    # 128 bytes of a norm's gradient in one unit with all others: no multiple of what is allocated at a time.
+    "fp16, norms apart": job(fsdp=FSDPConfig(precision="fp16-mixed")),
+    "by size": job(fsdp=FSDPConfig(wrap={"policy": "size", "min_num_params": 200_000})),
     "halves": job(fsdp=FSDPConfig(wrap={"granularity": "attention_and_mlp"})),
     "padded": job(batch=dataclasses.replace(ROWS, padded=True)),
     "eager": job(attention="eager"),
@@ -195,6 +198,12 @@ def test_what_a_setting_costs_is_on_the_device(simulations: dict[str, tuple[Simu
     assert peak("one GPU", "reduce_buffers") == 0
     foreach = next(phase for phase in simulations["foreach"][0].phases if phase.name == "optimizer")
     assert foreach.categories["temporaries"] == pytest.approx(4 * count / 8, rel=0.05)
+
+
+def test_the_batches_of_all_micro_batches_are_held(simulations: dict[str, tuple[Simulation, Simulation]]) -> None:
+    """As Trainer does, which collects them before the first forward: 2 rows of 256 ids and labels each."""
+    for name, count in (("checkpointed", 1), ("accumulated", 4)):
+        assert {phase.categories["inputs"] for phase in simulations[name][0].phases} == {count * 2 * 2 * 256 * 8}
 
 
 def test_operations_are_those_counted_by_hand(simulations: dict[str, tuple[Simulation, Simulation]]) -> None:
@@ -391,6 +400,14 @@ def test_a_model_without_a_kernel_is_eager_as_in_training(
     found, eager = service.simulate([job(config, attention=attention), job(config, attention="eager")])
     assert (found.peak.num_bytes == eager.peak.num_bytes) == is_eager
     assert any("simulated as eager" in note for note in found.notes) == is_eager and not eager.notes
+
+
+def test_compiled_blocks_are_simulated_as_if_they_were_not(service: Service) -> None:
+    plain = FSDPConfig(activation_checkpointing="full")
+    compiled = dataclasses.replace(plain, compile={"blocks": True})  # type: ignore[arg-type]
+    found, expected = service.simulate([job(fsdp=compiled), job(fsdp=plain)])
+    assert found.phases == expected.phases
+    assert found.notes == ("compiled blocks were simulated as if they were not compiled",) and not expected.notes
 
 
 def test_the_same_job_is_simulated_once(service: Service) -> None:

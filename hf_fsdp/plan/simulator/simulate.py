@@ -60,6 +60,8 @@ def simulate_job(job: Job) -> Simulation:
     built: Any = whole_model(job)
     if job.attention != "eager" and built.config._attn_implementation == "eager":
         notes.append("attention was simulated as eager, with its scores held: this model's class takes no other kernel")
+    if job.fsdp.compile.blocks:
+        notes.append("compiled blocks were simulated as if they were not compiled")
     if not is_sharded(job):
         notes.append("not sharded: the step of one process under autocast, with the casts that torch makes on a CPU")
     if job.strategy == "ddp" and job.world_size > 1:
@@ -291,9 +293,12 @@ def _check_states(job: Job, totals: Mapping[str, float], phases: Sequence[PhaseP
         expected["optimizer"] = 2 * totals["stepped_bytes"] + 4 * totals["num_stepped"]
     # The allocator rounds every tensor up, and a unit's gradients lie in one, with a pad for each parameter.
     rounding = 3 * ROUNDING_BYTES * totals["num_stepped"]
+    # A unit that grows with the layers (all norms in fp32, a root cut by size) is rounded anew at each depth: the line
+    # through two such sizes misses the whole model's by less than one rounding for each parameter that it adds.
+    missed = ROUNDING_BYTES * totals["num_stepped"]
     for name, num_bytes in expected.items():
         found = clip.categories.get(name, 0)
-        if not -1 <= found - num_bytes <= rounding:
+        if not -missed <= found - num_bytes <= rounding:
             raise PlanError(
                 f"{found:,} bytes of {name} were simulated, and arithmetic says {round(num_bytes):,}",
                 fix="--exact, which simulates every layer; and please report the model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp.config.schema import CompileConfig
 from hf_fsdp.plan.job import Job
 from hf_fsdp.plan.simulator.attention import rows_are_packed
 from hf_fsdp.plan.simulator.batch import make_batch
@@ -69,7 +71,8 @@ def run_step(job: Job, depths: dict[str, int], towers: Sequence[Tower]) -> Step:
         hold_frequencies(model)
         applied = None
         if is_sharded(job):
-            applied = apply_fsdp(model, job.fsdp, mesh)
+            # No graph can be compiled for a device that is not there: blocks are simulated as if compile were off.
+            applied = apply_fsdp(model, dataclasses.replace(job.fsdp, compile=CompileConfig()), mesh)
         elif job.fsdp.activation_checkpointing.mode == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         stand_in_for_values(job, model, device, towers, depths)
@@ -110,17 +113,23 @@ def _step(job: Job, model: nn.Module, optimizer: ShardOptimizer, tracker: Tracke
     """What Trainer does between two steps, as far as it makes tensors."""
     sync_each = job.fsdp.sharding.sync_each_batch
     count = simulated_micro_batches(job)
-    for index in range(count):
+    tracker.phase = f"forward: {START}"
+    # Trainer counts the tokens of a step before its first forward: the batches of all micro-batches are on the device
+    # until the step is over. Those that are not simulated lie in one tensor: pictures may be hundreds of MiB.
+    batches = [make_batch(job, model, device) for _ in range(count)]
+    held = [value for inputs in batches for value in inputs.values() if isinstance(value, torch.Tensor)]
+    of_one = sum(value.nbytes for value in batches[0].values() if isinstance(value, torch.Tensor))
+    held.append(torch.empty((job.num_micro_batches - count) * of_one, dtype=torch.uint8, device=device))
+    tracker.hold(held, "inputs")
+    for index, inputs in enumerate(batches):
         tracker.micro_batch = index
         tracker.phase = f"forward: {START}"
-        inputs = make_batch(job, model, device)
-        tracker.hold((value for value in inputs.values() if isinstance(value, torch.Tensor)), "inputs")
         if not sync_each and is_sharded(job):
             model.set_requires_gradient_sync(index == count - 1)  # type: ignore[operator]
         loss = _compute_loss(job, model, inputs, device)
         tracker.phase = f"backward: {HEAD}"
         loss.backward()
-        del inputs, loss  # Trainer holds the batch until the step is over
+        del loss
     tracker.forget(optimizer.forget_unused())
     optimizer.take_gradients()
     tracker.hold(optimizer.gradients, "gradients")
