@@ -11,7 +11,7 @@ import typer
 from hf_fsdp.cli.plan_flags import Problems, check_together, flag_of
 from hf_fsdp.cli.plan_request import read_hardware, read_request, words_of
 from hf_fsdp.cli.plan_show import check_outputs, show_comparison, show_max_batch, show_plan, show_smallest
-from hf_fsdp.cli.plan_sizes import read_count, read_memory
+from hf_fsdp.cli.plan_sizes import read_count, read_memory, read_price
 from hf_fsdp.cli.terminal import errors_for_scripts, say
 
 if TYPE_CHECKING:
@@ -96,10 +96,15 @@ def plan_command(
         typer.Option("--config", metavar="FILE", help="A YAML with an fsdp: section; what it says is fixed."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="X", help="Per GPU and hour, in any currency; needs --tokens.")
+        str | None, typer.Option("--price", metavar="X", help="Per GPU and hour, in any currency; needs --tokens.")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="N", help="Tokens of the whole training: 2e9, 300M, 1.5B.")
+        str | None,
+        typer.Option(
+            "--tokens",
+            metavar="N",
+            help="Tokens of the whole training: 2e9, 300M, 1.5B. As the model sees them: padding counts.",
+        ),
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", metavar="SIZE", help="Of one machine: 1TiB; a limit for offload.")
@@ -187,7 +192,8 @@ def _plan_run_config(options: dict[str, Any], typed: frozenset[str]) -> Plan:
     processes = 1 if hardware is None else hardware[0].num_gpus
     trusted = options["trust_remote_code"]
     problems.attempt(lambda: read_recipe_run(options["model"], processes, trust_remote_code=trusted))
-    problems.found += check_price(options["price"])
+    price = problems.attempt(lambda: read_price(options["price"]))
+    problems.found += check_price(price)
     tokens = problems.attempt(lambda: read_count(options["tokens"], "--tokens"))
     host = problems.attempt(lambda: read_memory(options["host_memory"], "--host-memory"))
     problems.refuse()
@@ -201,7 +207,7 @@ def _plan_run_config(options: dict[str, Any], typed: frozenset[str]) -> Plan:
         command=_command_line(options, typed),
     )
     request = dataclasses.replace(
-        plan.request, training_tokens=tokens, price_per_gpu_hour=options["price"], host_memory_bytes=host
+        plan.request, training_tokens=tokens, price_per_gpu_hour=price, host_memory_bytes=host
     )
     candidates = tuple(dataclasses.replace(item, host_limit_bytes=host) for item in plan.candidates)
     return dataclasses.replace(plan, request=request, candidates=candidates)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_fsdp.errors import ConfigError, HfFsdpError, Problem
@@ -23,6 +25,7 @@ _SAID_ELSEWHERE = (
     "gpu_memory",
     "config",
     "precision",
+    "price",
     "tokens",
     "method",
     "loss",
@@ -90,7 +93,12 @@ def check_together(options: Options, typed: Collection[str], *, is_run: bool) ->
             message="--micro-batch-size is of --max-batch; a plan tries every micro-batch of the global batch",
             fix="--max-batch beside it, or leave it out",
         )
-    if options["price"] is not None and options["tokens"] is None:
+    if options["price"] is not None and options["gpu_memory"] is not None and not kinds:
+        yield Problem(
+            message="--price beside --gpu-memory: of such a GPU no speed is known, so no cost",
+            fix="leave out --price, or name a GPU in place of its memory: --gpus 8xA100-80G",
+        )
+    elif options["price"] is not None and options["tokens"] is None:
         yield Problem(message="--price without --tokens: the cost of what?", fix="--tokens 1B, or leave --price out")
     for name in sorted(typed):
         if isinstance(options[name], str) and name not in _SAID_ELSEWHERE and not options[name].strip(" ,"):
@@ -125,10 +133,22 @@ def _check_run(options: Options, typed: Collection[str]) -> Iterator[Problem]:
         yield Problem(
             message=f"{options['model']} is planned as it stands, and {', '.join(map(flag_of, others))} would change "
             "it or ask something else",
-            fix="change the file, or name its model in place of it: hf-fsdp plan llama-2-7b ...",
+            fix=f"change the file, or name its model in place of it: hf-fsdp plan {_model_of(options['model'])} ...",
         )
     if options["write"]:
         yield Problem(
             message=f"--write {options['write']}: {options['model']} is a run config already",
             fix="start it as it is; or name its model in place of it, and --write what the search finds",
         )
+
+
+def _model_of(path: str) -> str:
+    """Return the model that a run config names; any, where the file does not say it, which is told elsewhere."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = None
+    name = content.get("model_name_or_path") if isinstance(content, Mapping) else None
+    return shlex.quote(name) if isinstance(name, str) else "llama-2-7b"

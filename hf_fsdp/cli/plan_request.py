@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from hf_fsdp.cli.plan_flags import Options, Problems, check_together, flag_of
-from hf_fsdp.cli.plan_sizes import read_count, read_image_size, read_memory
+from hf_fsdp.cli.plan_sizes import read_count, read_image_size, read_memory, read_price
 from hf_fsdp.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def read_request(options: Options, typed: Collection[str]) -> PlanRequest:
     hardware = problems.attempt(lambda: read_hardware(options))
     named = hardware[0] if hardware is not None and not options["min_gpus"] else None
     config = problems.attempt(lambda: _read_config(options, named))
+    price = problems.attempt(lambda: read_price(options["price"]))
     tokens = problems.attempt(lambda: read_count(options["tokens"], "--tokens"))
     host = problems.attempt(lambda: read_memory(options["host_memory"], "--host-memory"))
     size = problems.attempt(lambda: read_image_size(options["image_size"]))
@@ -51,12 +52,12 @@ def read_request(options: Options, typed: Collection[str]) -> PlanRequest:
         packing=options["packing"],
         padded=options["padded"] if "padded" in typed else not options["packing"],
         num_images=pictures,
-        image_size=size,
+        image_size=size if model is not None else None,  # of a model that is not known nobody knows the pictures
         optimizer=options["optim"],
         loss=options["loss"],
         attention=options["attention"],
         host_memory_bytes=host,
-        price_per_gpu_hour=options["price"],
+        price_per_gpu_hour=price,
         training_tokens=tokens,
     )
     if config is not None:
@@ -151,7 +152,7 @@ def read_hardware(options: Options) -> tuple[GpuRequest, int]:
         text, memory = GPUS[0].name, None
     if text is None:
         raise ConfigError("--gpus is missing: on which GPUs?", fix="--gpus 8xA100-80G, or --gpus 8 --gpu-memory 40GiB")
-    request = parse_gpus(text)
+    request = parse_gpus(text, takes_memory=True)
     if request.gpu is None and memory is None:
         raise ConfigError(
             f"--gpus {text} says how many and not which",

@@ -34,6 +34,23 @@ def read_count(text: str | None, flag: str) -> int | None:
     return round(value)
 
 
+def read_price(text: str | None) -> float | None:
+    """Return ``2.5`` as a number; None for nothing. Whether a price can be that high is the planner's to say.
+
+    Raises:
+        ConfigError: no number.
+    """
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f"--price {text} is no number",
+            fix="--price 2.5   # of one GPU and hour, in any currency, without its sign",
+        ) from None
+
+
 def read_memory(text: str | None, flag: str) -> int | None:
     """Return ``1TiB`` as 1099511627776; None for nothing.
 

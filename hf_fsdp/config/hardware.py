@@ -35,8 +35,13 @@ class GpuRequest:
         return self.count * self.num_nodes
 
 
-def parse_gpus(text: str) -> GpuRequest:
+def parse_gpus(text: str, *, takes_memory: bool = False) -> GpuRequest:
     """Return what ``--gpus`` says: ``8``, ``8xA100-80G``, ``A100-80G`` for one, ``2x8xA100-80G`` for two machines.
+
+    Args:
+        text: as typed.
+        takes_memory: the command has ``--gpu-memory``, which does for a GPU that is not known and which a number alone
+            needs; errors advise it.
 
     Raises:
         ConfigError: no such GPU, or no positive number of them.
@@ -52,11 +57,12 @@ def parse_gpus(text: str) -> GpuRequest:
     name = match["name"] if match else text
     if numbers and not name and _find_exact(numbers[-1]):
         name = numbers.pop()  # `8x4090` means the card, not 4090 GPUs on each of 8 machines
-    prefix = "".join(f"{number}x" for number in numbers)
-    gpu = _find_gpu(name, text, prefix) if name else None
+    can_be = all(int(number) >= 1 for number in numbers)
+    prefix = "".join(f"{number}x" for number in numbers) if can_be else ""  # an error advises what was typed
+    gpu = _find_gpu(name, text, prefix, takes_memory) if name else None
     if not name and not numbers:
         raise ConfigError(f"--gpus {text!r} is empty", fix="--gpus 8, or --gpus 8xA100-80G")
-    if any(int(number) < 1 for number in numbers):
+    if not can_be:
         raise ConfigError(
             f"--gpus {text} is not a positive number of GPUs", fix=f"--gpus 1{'x' + gpu.name if gpu else ''}"
         )
@@ -100,7 +106,7 @@ def parse_gpu_memory(text: str) -> int:
     return size
 
 
-def _find_gpu(name: str, text: str, prefix: str) -> Gpu:
+def _find_gpu(name: str, text: str, prefix: str, takes_memory: bool) -> Gpu:
     exact = _find_exact(name)
     if exact is not None:
         return exact
@@ -110,12 +116,21 @@ def _find_gpu(name: str, text: str, prefix: str) -> Gpu:
     names = [gpu.name for gpu in GPUS]
     near = [gpu.name for gpu in family] or nearest_names(name.strip(), names)
     rule = "could be either of several GPUs" if family else "is not a GPU that hf-fsdp knows"
-    fix = " or ".join(f"--gpus {prefix}{candidate}" for candidate in near[:2])
+    fixes = [f"--gpus {prefix}{candidate}" for candidate in near[:2]]
+    if takes_memory and not family:
+        numbers, some = ("1", "32GiB") if near else ("8", "40GiB")  # near a card's name: a card; else a whole machine
+        fixes.append(f"{_memory_alone(name, prefix.rstrip('x') or numbers, some)}   # memory only, no speed")
     raise ConfigError(
         f"--gpus {text}: {name.strip()} {rule}",
-        fix=fix or f"--gpus {prefix.rstrip('x') or 8}   # the number alone",
+        fix=" or ".join(fixes) or f"--gpus {prefix.rstrip('x') or 8}   # the number alone",
         near=", ".join(near) or ", ".join(names),
     )
+
+
+def _memory_alone(name: str, numbers: str, some: str) -> str:
+    """Return how to say GPUs that are not known: by the memory that their name states, else by some."""
+    stated = re.search(r"(?<![\d.])([1-9]\d{0,2})\s*gi?b?(?![a-z\d])", name, re.IGNORECASE)
+    return f"--gpus {numbers} --gpu-memory {f'{stated[1]}GiB' if stated else some}"
 
 
 def _find_exact(name: str) -> Gpu | None:

@@ -74,7 +74,7 @@ class PlanRequest:
         """The GPU as a person reads it; its memory where it has no name."""
         if self.gpus.gpu is not None:
             return self.gpus.gpu.name
-        return f"GPU of {self.gpu_memory_bytes / 1024**3:g} GiB"
+        return f"GPU of {round(self.gpu_memory_bytes / 1024**3, 1):g} GiB"
 
     @property
     def precision(self) -> str:

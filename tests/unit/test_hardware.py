@@ -110,6 +110,28 @@ def test_gpus_that_cannot_be_are_refused_and_the_fix_works(text: str, message: s
     assert parse_gpus(first_fix(caught.value, "--gpus")).count >= 1
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("p4d.24xlarge", "--gpus 8 --gpu-memory 40GiB"),
+        ("8x40GiB", "--gpus 8 --gpu-memory 40GiB"),
+        ("4xRTX5090", "--gpus 4 --gpu-memory 32GiB"),
+        ("A6000", "--gpus 1 --gpu-memory 32GiB"),
+        ("2x8xA100-80G-PCIe", "--gpus 2x8 --gpu-memory 80GiB"),
+        ("0x40GiB", "--gpus 8 --gpu-memory 40GiB"),
+    ],
+)
+def test_a_gpu_that_is_not_known_can_be_said_by_its_memory(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_gpus(text, takes_memory=True)
+    assert caught.value.problems[0].fix.endswith(f"{words}   # memory only, no speed")
+    _, gpus, _, memory = words.split()
+    assert parse_gpus(gpus).gpu is None and parse_gpu_memory(memory) > 0
+    with pytest.raises(ConfigError) as caught:  # a command without --gpu-memory does not advise it
+        parse_gpus(text)
+    assert "--gpu-memory" not in caught.value.problems[0].fix
+
+
 def test_an_ambiguous_name_names_both_and_keeps_the_machines() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_gpus("2x8xA100")

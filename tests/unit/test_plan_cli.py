@@ -165,13 +165,56 @@ def test_strategies_are_compared() -> None:
 
 def test_a_run_config_is_planned_as_it_stands(simulator: LawfulSimulator) -> None:
     text = shown(f"{RUN} --gpus 8xA100-80G --price 2 --tokens 1B --why")
-    assert "as it stands: it fits" in text and "The largest phases of the step" in text and "days, cost" in text
+    assert "as it stands: it fits" in text and "The largest phases of the step" in text and "hours, cost" in text
+    assert "The speed assumes" in text and "nvlink" in text
     assert "torchrun --nproc_per_node 8 recipes/text/train.py" in text and "write the files" not in text
     assert len(simulator.jobs) == 1
+    again = text.split("a faster way:")[1]
+    assert "--price 2 --tokens 1000000000" in again.replace("\\\n", " ").replace("          ", "")
     small = shown(f"{RUN} --gpus 4xRTX4090")
     assert "it does not fit, it lacks" in small and "a way that fits" in small and "torchrun" not in small
     joined = small.split("a way that fits:")[1].replace("\\\n", " ").strip()
     assert "Fits: " in shown(joined.removeprefix("hf-fsdp plan "))
+
+
+def test_a_run_is_started_as_its_files_ask(tmp_path: Path) -> None:
+    def started(file: Path | str, gpus: str) -> list[str]:
+        text = shown(f"{file} --gpus {gpus}").split("start it:\n")[1].split("\n      or let")[0]
+        return shlex.split(text.replace("\\\n", " "))
+
+    folder = tmp_path / "planned"
+    shown(f"{LLAMA} --write {folder}")
+    run = str(folder / "train.yaml")
+    named = ["recipes/text/train.py", run, "--dataset_name", "YOUR_DATASET"]
+    assert started(run, "8xA100-80G") == [
+        "accelerate",
+        "launch",
+        "--config_file",
+        str(folder / "accelerate.yaml"),
+        *named,
+    ]
+    # Beside a launch file of other hardware, and without one.
+    assert started(run, "4xH200") == ["torchrun", "--nproc_per_node", "4", *named]
+    (folder / "accelerate.yaml").unlink()
+    assert started(run, "8xA100-80G") == ["torchrun", "--nproc_per_node", "8", *named]
+    assert started(run, "B200") == ["python", *named]
+    assert started(RUN, "B200") == ["python", "recipes/text/train.py", RUN]
+
+
+def test_tables_tell_the_host_of_a_machine_and_which_rows_a_note_is_about() -> None:
+    line = "llama-2-7b --gpus 2x4xA100-40G --max-length 2048 --compare fsdp,fsdp-offload"
+    found = json.loads(shown(f"{line} --json"))["rows"]
+    text = shown(line)
+    assert "a machine" in text and "of one process" not in text
+    host = found[1]["candidate"]["host_bytes"]
+    assert f"{host / 2**30:.1f} GiB" in text and host >= 4 * found[1]["candidate"]["simulated"]["host_bytes"] > 0
+    assert "assumed network of a machine, each way: 200 GB/s (A100-40G)" in text
+    smallest = shown("llama-2-7b --min-gpus")
+    rows = json.loads(shown("llama-2-7b --min-gpus --json"))["rows"]
+    offloaded = next(row for row in rows if row["offload"] != "none")
+    cells = next(line for line in smallest.splitlines() if f" {offloaded['offload']} " in line)
+    assert f"{offloaded['candidate']['host_bytes'] / 2**30:.1f} GiB" in cells
+    assert " machines)" in smallest
 
 
 def test_a_run_config_as_json_and_as_a_page(tmp_path: Path, simulator: LawfulSimulator) -> None:
@@ -229,6 +272,12 @@ def test_the_built_in_list_needs_no_other_word() -> None:
         (f"{LLAMA} --micro-batch-size 2", ["of --max-batch"]),
         (f"{LLAMA} --max-batch --micro-batch-size 0", ["--micro-batch-size 0 is no number of rows"]),
         (f"{LLAMA} --price 2", ["--price without --tokens"]),
+        (f"{LLAMA} --price '$2' --tokens 1B", ["--price $2 is no number", "--price 2.5"]),
+        ("llama-2-7b --gpus 2 --gpu-memory 32GB --price 2 --tokens 1B", ["no speed is known, so no cost"]),
+        (f"{RUN} --gpus 8 --gpu-memory 80GiB --price 2 --tokens 1B", ["no speed is known, so no cost"]),
+        ("llama-2-7c --gpus 8xH100 --image-size 448", ["'llama-2-7c' is not in"]),
+        (f"{RUN} --gpus 8xH100 --max-length 9", ["hf-fsdp plan meta-llama/Llama-2-7b-hf ..."]),
+        ("llama-2-7b --gpus p4d.24xlarge", ["--gpus 8 --gpu-memory 40GiB"]),
         (f"{LLAMA} --price -2 --tokens 1B", ["--price -2 an hour is no price"]),
         (f"{LLAMA} --tokens many", ["--tokens many is no number of tokens"]),
         (f"{LLAMA} --tokens 0", ["--tokens 0 is no number of tokens"]),

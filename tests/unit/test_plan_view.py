@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hf_fsdp.cli.plan_view import print_plan
+from hf_fsdp.config.hardware import parse_gpus
 from hf_fsdp.config.schema import FSDPConfig
 from hf_fsdp.plan.candidate import Plan
 from hf_fsdp.plan.job import Job, Method
@@ -69,7 +70,7 @@ def test_every_fitting_candidate_is_a_row_in_words() -> None:
     assert [row["FREE"] for row in rows] == ["17.5 GiB", "25.3 GiB", "7.3 GiB"]
     assert rows[0]["TOKENS/S"] == "21,000-26,500" and rows[0]["MFU"] == "38-47 %"
     # 1e9 tokens at 26,512 and 21,034 a second; 8 GPUs at 2.5 an hour.
-    assert rows[0]["DAYS"] == "0.44-0.55" and rows[0]["COST"] == "210-264"
+    assert "TIME\nhours" in ranked.header and rows[0]["TIME"] == "10.5-13.2" and rows[0]["COST"] == "210-264"
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 200])
@@ -83,7 +84,7 @@ def test_nothing_is_wider_than_the_window(width: int) -> None:
 @pytest.mark.parametrize("width", [50, 80, 100, 120])
 def test_a_narrow_window_loses_no_figure_that_was_asked_for(width: int) -> None:
     shown = " ".join(text_of(view_plan(wide_plan(), width=width)).split())
-    for figure in ("60.0 GiB", "52.2 GiB", "21,000-26,500", "0.44-0.55", "210-264"):
+    for figure in ("60.0 GiB", "52.2 GiB", "21,000-26,500", "10.5-13.2", "210-264"):
         assert figure in shown
 
 
@@ -95,7 +96,10 @@ def test_printed_to_a_file_it_has_at_most_120_columns(capsys: pytest.CaptureFixt
 
 def test_what_is_simulated_and_what_is_estimated_is_said_beside_the_figures() -> None:
     sections = view_plan(plan())
-    assert "Memory is simulated; speed (of all GPUs together), days and cost are estimated." in sections[1].title
+    assert sections[1].title.endswith("Memory is simulated; speed (of all GPUs together) is estimated.")
+    everything = view_plan(wide_plan())[1].title
+    assert everything.endswith("Memory is simulated; speed (of all GPUs together), time and cost are estimated.")
+    assert view_plan(plan(candidate(60.0, speed=None)))[1].title.endswith("Memory is simulated.")
     assert "PEAK\nsimulated" in sections[1].header and "TOKENS/S\nestimated" in sections[1].header
     assert sections[2].title == "One GPU at its peak, simulated"
 
@@ -175,7 +179,54 @@ def test_the_next_commands_can_be_copied(width: int) -> None:
 
 def test_a_gpu_of_unknown_speed_has_memory_only() -> None:
     ranked = view_plan(plan(candidate(60.0, speed=None)))[1]
-    assert not {"TOKENS/S\nestimated", "MFU", "DAYS", "COST"} & set(ranked.header)
+    assert [title.split("\n")[0] for title in ranked.header] == [
+        *("#", "SHARDING", "CHECKPOINTING", "OFFLOAD", "BATCH", "PEAK", "FREE"),
+    ]
+    named = plan(candidate(60.0, speed=None), candidate(61.0, speed=None), training_tokens=10**7)
+    own = dataclasses.replace(named, request=dataclasses.replace(named.request, gpus=parse_gpus("8")))
+    note = "note only the memory of this GPU is known: no speed, days or cost; ordered as on A100-80G"
+    assert note in " ".join(text_of(view_plan(own)).split())
+    assert "only the memory" not in text_of(view_plan(named))
+
+
+def test_a_memory_in_gb_is_told_with_one_digit() -> None:
+    request = dataclasses.replace(plan().request, gpus=parse_gpus("2"), gpu_memory_bytes=32 * 10**9)
+    assert request.gpu_name == "GPU of 29.8 GiB"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown"), [(10**6, "0.63-0.79 minutes"), (10**9, "10.5-13.2 hours"), (10**10, "4.37-5.50 days")]
+)
+def test_a_time_has_the_unit_that_leaves_it_digits(tokens: int, shown: str) -> None:
+    """26,512 to 21,034 tokens a second; a width of 50 tells it in a line."""
+    assert shown in " ".join(text_of(view_plan(plan(training_tokens=tokens), width=50)).split())
+
+
+@pytest.mark.parametrize("width", [50, 100])
+def test_columns_without_room_are_named_once(width: int) -> None:
+    shown = " ".join(text_of(view_plan(wide_plan(), width=width)).split())
+    assert shown.count("HOST, STEP and MFU: --json, or a wider terminal") == 1
+    assert "or a wider terminal" not in text_of(view_plan(wide_plan(), width=220))
+
+
+def test_what_a_token_is_is_said_where_rows_are_padded() -> None:
+    padded = text_of(view_plan(plan(padded=True, training_tokens=10**9), width=200))
+    assert "tokens/s, time and cost count every position of them, padding too" in padded
+    assert "tokens/s counts every position" in text_of(view_plan(plan(padded=True), width=200))
+    assert "padding" not in text_of(view_plan(plan(padded=False), width=200))
+    assert "padding" not in text_of(view_plan(plan(candidate(60.0, speed=None), padded=True), width=200))
+
+
+def test_what_a_speed_rests_on_is_told() -> None:
+    found = plan(method=Method(name="qlora"))
+    two = dataclasses.replace(found, request=dataclasses.replace(found.request, gpus=parse_gpus("2x8xH100")))
+    shown = text_of(view_plan(two, width=200))
+    assert "note  assumed network of a machine, each way: 400 GB/s (H100-80G); a cloud's may be a quarter" in shown
+    assert "the unpacking of 4-bit weights before each use is not in the speed" in shown
+    alone = text_of(view_plan(plan(), width=200))
+    assert "assumed network" not in alone and "4-bit" not in alone
+    assert "matrix products at 60" not in alone
+    assert "matrix products at 60 to 80 % of the data sheet" in text_of(view_plan(plan(), width=200, why=True))
 
 
 @pytest.mark.parametrize(

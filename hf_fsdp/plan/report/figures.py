@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hf_fsdp.plan.candidate import Candidate, Plan
 from hf_fsdp.units import format_bytes
+
+# Above a column of host memory, in every table: the plan's, --min-gpus and --compare.
+HOST_TITLE = "HOST\na machine"
+_HOURS = {"days": 24.0, "hours": 1.0, "minutes": 1 / 60}
 
 
 def describe_hardware(plan: Plan) -> str:
@@ -16,6 +22,24 @@ def describe_hardware(plan: Plan) -> str:
         return line
     reserve = f"{format_bytes(first.reserve.total_bytes)} reserve (estimated)"
     return f"{line} - {reserve} = {format_bytes(first.usable_bytes)} usable"
+
+
+def describe_basis(plan: Plan, shown: Sequence[Candidate]) -> str:
+    """Return how the figures are known, of those that there are: ``Memory is simulated; speed ... is estimated.``"""
+    estimated = [
+        name
+        for name, has in (
+            ("speed (of all GPUs together)", any(format_speed(item) for item in shown)),
+            ("time", any(format_time(plan, item) for item in shown)),
+            ("cost", any(format_cost(plan, item) for item in shown)),
+        )
+        if has
+    ]
+    if not estimated:
+        return "Memory is simulated."
+    *others, last = estimated
+    words = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"Memory is simulated; {words} estimated."
 
 
 def format_speed(candidate: Candidate) -> str:
@@ -35,6 +59,22 @@ def format_days(plan: Plan, candidate: Candidate) -> str:
     """Return the days of the whole training, or nothing where they were not asked for."""
     cost = plan.estimate_cost(candidate)
     return "" if cost is None else format_range(cost.low_days, cost.high_days)
+
+
+def time_unit(plan: Plan) -> str:
+    """Return the unit in which the times of a plan are told: one for all of them, in which the first has digits."""
+    costs = (plan.estimate_cost(item) for item in plan.candidates)
+    hours = next((cost.high_hours for cost in costs if cost is not None), 0.0)
+    return "days" if hours >= 48 else "hours" if hours >= 1 else "minutes"
+
+
+def format_time(plan: Plan, candidate: Candidate) -> str:
+    """Return the time of the whole training in `time_unit`, or nothing where it was not asked for."""
+    cost = plan.estimate_cost(candidate)
+    if cost is None:
+        return ""
+    size = _HOURS[time_unit(plan)]
+    return format_range(cost.low_hours / size, cost.high_hours / size)
 
 
 def format_cost(plan: Plan, candidate: Candidate) -> str:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from hf_fsdp.plan.candidate import Candidate, Plan
+from hf_fsdp.plan.candidate import Candidate, Plan, PlanRequest
 from hf_fsdp.plan.report.figures import (
     format_category,
     format_cost,
-    format_days,
     format_mfu,
     format_range,
     format_speed,
+    format_time,
+    time_unit,
 )
+from hf_fsdp.plan.report.files import LAUNCH_FILE
+from hf_fsdp.plan.report.notes import count_note
+from hf_fsdp.plan.report.run_file import DATA_PLACEHOLDER
 from hf_fsdp.plan.report.section import Section, break_command, fold_section, indent_lines
 from hf_fsdp.plan.report.settings import describe_job
 from hf_fsdp.plan.report.view import DEFAULT_WIDTH, view_plan
@@ -55,18 +61,20 @@ def view_run(plan: Plan, path: str, *, width: int = DEFAULT_WIDTH, why: bool = F
         plan: of `plan_recipe_run`; its only candidate is shown.
         path: of the run config, as typed.
         width: columns of the terminal.
-        why: add what is kept back of each GPU, and from what that was reckoned.
+        why: add what is kept back of each GPU and from what that was reckoned, and on what the speed rests.
     """
     candidate = plan.candidates[0]
     simulation = candidate.simulation
     assert simulation is not None
     whole = view_plan(plan, width=width)
     reserve = [f"{format_bytes(part.num_bytes)} {part.name}: {part.reason}" for part in candidate.reserve.parts]
+    assumed = candidate.speed.assumptions if candidate.speed is not None else ()
     sections = [
         Section(title=f"{path} as it stands: {_verdict(candidate)}", lines=indent_lines(list(_facts(plan, candidate)))),
         _peak(simulation),
         view_phases(simulation),
         *([Section(title="Reserve of each GPU, estimated", lines=indent_lines(reserve))] if why else []),
+        *([Section(title="The speed assumes", lines=indent_lines(assumed))] if why and assumed else []),
     ]
     last = fold_section(Section(lines=tuple(_next_lines(plan, path, width))), width)
     return [whole[0], *(fold_section(section, width) for section in sections), whole[-2], last]
@@ -96,9 +104,11 @@ def _facts(plan: Plan, candidate: Candidate) -> Iterator[str]:
     if speed := candidate.speed:
         seconds = format_range(speed.low_step_seconds, speed.high_step_seconds)
         yield f"{format_speed(candidate)} tokens/s, {seconds} s a step, MFU {format_mfu(candidate)}, estimated"
-    if days := format_days(plan, candidate):
+    if time := format_time(plan, candidate):
         cost = format_cost(plan, candidate)
-        yield f"{days} days{f', cost {cost}' if cost else ''}, estimated"
+        yield f"{time} {time_unit(plan)}{f', cost {cost}' if cost else ''}, estimated"
+    if candidate.speed and (note := count_note(plan.request)):
+        yield note
     if simulation.checkpoint_bytes:
         yield (
             f"on disk a checkpoint takes {format_bytes(simulation.checkpoint_bytes)}, the saved model "
@@ -120,15 +130,51 @@ def _peak(simulation: Simulation) -> Section:
 def _next_lines(plan: Plan, path: str, width: int) -> Iterator[str]:
     request = plan.request
     if plan.fitting:
-        script = f"recipes/{'vlm' if request.num_images else 'text'}/train.py"
-        words = ["torchrun", "--nproc_per_node", str(request.gpus.count)]
-        if request.num_machines > 1:
-            words += ["--nnodes", str(request.num_machines), "--node_rank", "RANK", "--master_addr", "MACHINE_0"]
         yield "next  start it:"
-        yield from break_command(shlex.join([*words, script, path]), width)
+        yield from break_command(shlex.join(_start_words(request, path)), width)
         yield "      or let the search look for a faster way:"
     else:
         yield "next  let the search look for a way that fits:"
     # A file that fixes one row a micro-batch says nothing of how more of them are filled.
     searched = dataclasses.replace(request, padded=not request.packing)
-    yield from break_command(search_command(searched), width)
+    yield from break_command(shlex.join([*shlex.split(search_command(searched)), *_asked_words(request)]), width)
+
+
+def _start_words(request: PlanRequest, path: str) -> list[str]:
+    """Return the command that starts the run, in a checkout of the repository."""
+    script = f"recipes/{'vlm' if request.num_images else 'text'}/train.py"
+    data = [] if _read(Path(path)).get("dataset_name") else ["--dataset_name", DATA_PLACEHOLDER]
+    return [*_launcher(request, Path(path).with_name(LAUNCH_FILE)), script, path, *data]
+
+
+def _launcher(request: PlanRequest, launch_file: Path) -> list[str]:
+    launch = _read(launch_file)
+    # A launch file of other hardware would start another run than the one that was planned here.
+    if (launch.get("num_processes"), launch.get("num_machines", 1)) == (request.num_gpus, request.num_machines):
+        rank = ["--machine_rank", "RANK", "--main_process_ip", "ADDRESS_OF_MACHINE_0"]
+        return ["accelerate", "launch", "--config_file", str(launch_file), *(rank if request.num_machines > 1 else [])]
+    if request.num_gpus == 1:
+        return ["python"]
+    rank = ["--nnodes", str(request.num_machines), "--node_rank", "RANK", "--master_addr", "MACHINE_0"]
+    return ["torchrun", "--nproc_per_node", str(request.gpus.count), *(rank if request.num_machines > 1 else [])]
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return what a YAML file says; nothing where it is none."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _asked_words(request: PlanRequest) -> Iterator[str]:
+    """Yield what was typed beside the file; the search is to answer it too."""
+    if request.host_memory_bytes is not None:
+        yield from ("--host-memory", f"{request.host_memory_bytes // 2**20}MiB")
+    if request.price_per_gpu_hour is not None:
+        yield from ("--price", f"{request.price_per_gpu_hour:.12g}")
+    if request.training_tokens is not None:
+        yield from ("--tokens", str(request.training_tokens))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_fsdp.plan.candidate import Candidate, Plan, PlanRequest
 from hf_fsdp.plan.report.document import PLAN_VERSION, plan_to_json
-from hf_fsdp.plan.report.figures import format_speed
+from hf_fsdp.plan.report.figures import HOST_TITLE, format_speed
+from hf_fsdp.plan.report.notes import count_note, speed_notes
 from hf_fsdp.plan.report.section import COMMAND_INDENT, Section
-from hf_fsdp.plan.report.settings import describe_checkpointing, describe_job
+from hf_fsdp.plan.report.settings import describe_checkpointing, describe_job, describe_offload
 from hf_fsdp.plan.search.batch_size import LargestBatch, LongestRows
 from hf_fsdp.plan.search.compare import Comparison
 from hf_fsdp.plan.search.search_command import search_command
 from hf_fsdp.plan.search.smallest import SmallestPlan
 from hf_fsdp.units import format_bytes
 
-_LABEL = "Memory is simulated, speed is estimated; the reserve for what an allocator does not see is taken off."
+_RESERVE = "the reserve for what an allocator does not see is taken off."
 
 
 def batch_table(request: PlanRequest, batch: LargestBatch, rows: LongestRows) -> Section:
@@ -28,7 +29,7 @@ def batch_table(request: PlanRequest, batch: LargestBatch, rows: LongestRows) ->
         ("  the next length", _length(rows.above), rows.above),
     ]
     return Section(
-        title=f"{_subject(request)}. {_LABEL}",
+        title=f"{_subject(request)}. Memory is simulated; {_RESERVE}",
         header=("", "BATCH OF ONE GPU", "PEAK", "FREE", "FITS"),
         rows=tuple((name, text, *_memory(item)) for name, text, item in found if item is not None),
         right=(2, 3),
@@ -79,24 +80,28 @@ def smallest_table(found: SmallestPlan) -> Section:
         fewer = f"{format_bytes(item.fewer.missing_bytes)} short" if item.fewer is not None else "-"
         rows.append(
             (
-                f"{item.num_gpus} x {item.request.gpu_name}",
+                _hardware(item.request),
                 item.offload,
                 format_bytes(candidate.peak_bytes),
                 format_bytes(candidate.headroom_bytes),
+                _host(candidate),
                 format_speed(candidate) or "-",
                 fewer,
             )
         )
     request = found.request
+    answers = [(item.request, item.candidate) for item in found.rows]
     return Section(
         title=f"{request.model.name}, {request.method.name}, rows of {request.max_length:,} tokens, "
-        f"{request.global_batch_size} a step: the fewest of each GPU, one row a GPU. {_LABEL}",
-        header=("GPUS", "OFFLOAD", "PEAK", "FREE", "TOKENS/S", "HALF AS MANY"),
+        f"{request.global_batch_size} a step: the fewest of each GPU, one row a GPU. {_label(answers)}",
+        header=("GPUS", "OFFLOAD", "PEAK", "FREE", HOST_TITLE, "TOKENS/S", "HALF AS MANY"),
         rows=tuple(rows),
-        right=(2, 3, 4, 5),
+        right=(2, 3, 4, 5, 6),
         lines=(
             "smallest total memory first; blocks are recomputed in backward",
-            *_note_lines((*found.notes, *_notes(*(item.candidate for item in found.rows)))),
+            *_note_lines(found.notes),
+            *_note_lines(_notes_by_row({_hardware(item.request): item.candidate for item in found.rows})),
+            *_note_lines(_speed_notes(answers)),
             "next  rank all settings on the first of them:",
             f"{' ' * COMMAND_INDENT}{search_command(found.rows[0].request)}",
         ),
@@ -135,23 +140,23 @@ def comparison_table(found: Comparison) -> Section:
                 str(item.largest_micro_batch) if item.largest_micro_batch else "none",
                 f"{chosen.job.batch.micro_batch_size} x {chosen.job.num_micro_batches}",
                 format_bytes(chosen.peak_bytes),
-                format_bytes(chosen.simulation.host_bytes)
-                if chosen.simulation and chosen.simulation.host_bytes
-                else "-",
+                _host(chosen),
                 (format_speed(chosen) or "-") if chosen.fits else f"lacks {format_bytes(chosen.missing_bytes)}",
             )
         )
     memory = format_bytes(found.request.gpu_memory_bytes)
+    answers = [(found.request, item.candidate) for item in found.rows]
     return Section(
-        title=f"{_subject(found.request)}, {memory} each. {_LABEL}",
-        header=("STRATEGY", "ONE ROW", "LARGEST BATCH", "BATCH X STEPS", "PEAK", "HOST", "TOKENS/S"),
+        title=f"{_subject(found.request)}, {memory} each. {_label(answers)}",
+        header=("STRATEGY", "ONE ROW", "LARGEST BATCH", "BATCH X STEPS", "PEAK", HOST_TITLE, "TOKENS/S"),
         rows=tuple(rows),
         right=(1, 2, 3, 4, 5, 6),
         lines=(
-            "one row: at micro-batch 1; peak and host (of one process) and tokens/s (of all GPUs) are of batch x steps",
+            "one row: at micro-batch 1; peak, host and tokens/s (of all GPUs) are of batch x steps",
             f"checkpointing: {describe_checkpointing(found.rows[0].candidate.job.fsdp)}, where no name says otherwise; "
             "--activation-checkpointing sets it",
-            *_note_lines(found.notes),
+            *_note_lines(_notes_by_row({item.name: item.candidate for item in found.rows})),
+            *_note_lines(_speed_notes(answers)),
         ),
     )
 
@@ -182,6 +187,29 @@ def _subject(request: PlanRequest) -> str:
     )
 
 
+def _hardware(request: PlanRequest) -> str:
+    machines = f" ({request.num_machines} machines)" if request.num_machines > 1 else ""
+    return f"{request.num_gpus} x {request.gpu_name}{machines}"
+
+
+def _host(candidate: Candidate) -> str:
+    """Return what the host of one machine holds, where something is kept there."""
+    return format_bytes(candidate.host_bytes) if describe_offload(candidate.job.fsdp) != "none" else "-"
+
+
+def _label(answers: Sequence[tuple[PlanRequest, Candidate]]) -> str:
+    speed = ", speed is estimated" if any(candidate.speed for _, candidate in answers) else ""
+    return f"Memory is simulated{speed}; {_RESERVE}"
+
+
+def _speed_notes(answers: Sequence[tuple[PlanRequest, Candidate]]) -> Iterator[str]:
+    counted = dict.fromkeys(count_note(request) for request, candidate in answers if candidate.speed)
+    yield from (note for note in counted if note)
+    yield from speed_notes(answers)
+    if any(request.gpus.gpu is None for request, _ in answers):
+        yield "only the memory of this GPU is known, so no speed"
+
+
 def _memory(candidate: Candidate) -> tuple[str, str, str]:
     free = candidate.headroom_bytes
     return format_bytes(candidate.peak_bytes), format_bytes(free), "yes" if candidate.fits else "no"
@@ -192,7 +220,17 @@ def _notes(*candidates: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _note_lines(notes: Sequence[str]) -> list[str]:
+def _notes_by_row(rows: Mapping[str, Candidate]) -> Iterator[str]:
+    """Yield the notes of the simulations, each after the rows that it is about where it is not about all."""
+    about: dict[str, list[str]] = {}
+    for name, candidate in rows.items():
+        for note in _notes(candidate):
+            about.setdefault(note, []).append(name)
+    for note, names in about.items():
+        yield note if len(names) == len(rows) else f"{', '.join(names)}: {note}"
+
+
+def _note_lines(notes: Iterable[str]) -> list[str]:
     return [f"note  {note}" for note in notes]
 
 

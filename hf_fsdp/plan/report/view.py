@@ -7,19 +7,23 @@ from dataclasses import dataclass
 
 from hf_fsdp.plan.candidate import Candidate, Plan
 from hf_fsdp.plan.report.figures import (
+    HOST_TITLE,
+    describe_basis,
     describe_hardware,
     explain_rejection,
     format_category,
     format_cost,
-    format_days,
     format_mfu,
     format_peak,
     format_phase,
     format_range,
     format_size,
     format_speed,
+    format_time,
+    time_unit,
 )
 from hf_fsdp.plan.report.files import DEFAULT_FOLDER, launch_command
+from hf_fsdp.plan.report.notes import count_note, memory_only_note, speed_notes
 from hf_fsdp.plan.report.section import Section, break_command, fold_section, indent_lines
 from hf_fsdp.plan.report.settings import (
     describe_batch,
@@ -76,7 +80,7 @@ def view_plan(
             for rank, item in enumerate(shown, start=1)
             if item.why
         ]
-        sections += _reserve(plan)
+        sections += [*_reserve(plan), *_assumptions(plan)]
     sections += [Section(lines=tuple(_closing_lines(plan)))]
     sections += [Section(lines=() if is_written else tuple(_next_lines(plan, width)))]
     return [fold_section(section, width) for section in sections]
@@ -102,32 +106,49 @@ def _header_lines(plan: Plan) -> Iterator[str]:
 
 
 def _ranked(plan: Plan, shown: Sequence[Candidate], width: int) -> Section:
-    columns = [column for column in _COLUMNS if any(column.text(plan, item) for item in shown)]
+    known = [column for column in _COLUMNS if any(column.text(plan, item) for item in shown)]
+    columns = list(known)
     table = _texts(plan, shown, columns)
     while _width_of(table) > width and any(column.spare for column in columns):
         columns.remove(max(columns, key=lambda column: column.spare))
         table = _texts(plan, shown, columns)
     count = f"the best {len(shown)} of {len(plan.fitting)}" if len(shown) < len(plan.fitting) else f"{len(shown)}"
-    title = f"Fits: {count}. Memory is simulated; speed (of all GPUs together), days and cost are estimated."
+    title = f"Fits: {count}. {describe_basis(plan, shown)}"
+    counted = [note for note in (count_note(plan.request),) if note and any(item.speed for item in shown)]
     if _width_of(table) > width:  # a narrow window: a line a candidate, which the terminal breaks where it must
         lines = tuple(
             f"#{rank} {describe_job(item.job)}: " + _facts(plan, item) for rank, item in enumerate(shown, start=1)
         )
-        return Section(title=title, lines=lines)
-    left_out = any(column not in columns for column in _COLUMNS if column.title in ("DAYS", "COST"))
-    asked = [f"#{rank} {text}" for rank, item in enumerate(shown, start=1) if left_out and (text := _asked(plan, item))]
+        spare = [column for column in known if column.spare]
+        return Section(title=title, lines=(*lines, *counted, *_elsewhere(spare)))
+    gone = [column for column in known if column not in columns]
+    lacks_asked = any(column.title in _ASKED for column in gone)
+    asked = [
+        f"#{rank} {text}" for rank, item in enumerate(shown, start=1) if lacks_asked and (text := _asked(plan, item))
+    ]
+    extended = [_EXTENDED] if any(item.basis == "extended" for item in shown) else []
     return Section(
         title=title,
         header=table[0],
         rows=tuple(table[1:]),
         right=tuple(index + 1 for index, column in enumerate(columns) if column.right),
-        lines=(*asked, *([_EXTENDED] if any(item.basis == "extended" for item in shown) else [])),
+        lines=(*asked, *extended, *counted, *_elsewhere(gone)),
     )
+
+
+def _elsewhere(gone: Sequence[_Column]) -> list[str]:
+    """Return where to find the columns that had no room; what was asked for is told in lines, so not among them."""
+    names = [column.title.split("\n")[0] for column in gone if column.title not in _ASKED]
+    if not names:
+        return []
+    *others, last = names
+    return [f"{', '.join(others) + ' and ' if others else ''}{last}: --json, or a wider terminal"]
 
 
 def _texts(plan: Plan, shown: Sequence[Candidate], columns: Sequence[_Column]) -> list[tuple[str, ...]]:
     rows = [(f"{rank}", *(column.text(plan, item) for column in columns)) for rank, item in enumerate(shown, start=1)]
-    return [("#", *(column.title for column in columns)), *rows]
+    titles = (f"TIME\n{time_unit(plan)}" if column.title == "TIME" else column.title for column in columns)
+    return [("#", *titles), *rows]
 
 
 def _width_of(table: Sequence[Sequence[str]]) -> int:
@@ -144,9 +165,11 @@ def _facts(plan: Plan, candidate: Candidate) -> str:
 
 
 def _asked(plan: Plan, candidate: Candidate) -> str:
-    """Return days and cost in words, where they were asked for."""
-    days, cost = format_days(plan, candidate), format_cost(plan, candidate)
-    return ", ".join(text for text in (f"{days} days" if days else "", f"cost {cost}" if cost else "") if text)
+    """Return time and cost in words, where they were asked for."""
+    time, cost = format_time(plan, candidate), format_cost(plan, candidate)
+    return ", ".join(
+        text for text in (f"{time} {time_unit(plan)}" if time else "", f"cost {cost}" if cost else "") if text
+    )
 
 
 def _seconds(plan: Plan, candidate: Candidate) -> str:
@@ -158,6 +181,7 @@ def _host(plan: Plan, candidate: Candidate) -> str:
     return format_size(candidate.host_bytes) if describe_offload(candidate.job.fsdp) != "none" else ""
 
 
+_ASKED = ("TIME", "COST")  # told line by line where their columns have no room
 _COLUMNS = (
     _Column("SHARDING", lambda plan, item: describe_sharding(item.job), right=False),
     _Column("CHECKPOINTING", lambda plan, item: describe_checkpointing(item.job.fsdp), right=False),
@@ -165,11 +189,11 @@ _COLUMNS = (
     _Column("BATCH", lambda plan, item: describe_batch(item.job), right=False),
     _Column("PEAK\nsimulated", lambda plan, item: format_peak(item)),
     _Column("FREE", lambda plan, item: format_size(item.headroom_bytes)),
-    _Column("HOST", _host, spare=1),
+    _Column(HOST_TITLE, _host, spare=1),
     _Column("TOKENS/S\nestimated", lambda plan, item: format_speed(item)),
     _Column("STEP\nseconds", _seconds, spare=3),
     _Column("MFU", lambda plan, item: format_mfu(item), spare=2),
-    _Column("DAYS", format_days, spare=1),
+    _Column("TIME", format_time, spare=1),
     _Column("COST", format_cost, spare=1),
 )
 
@@ -206,6 +230,13 @@ def _reserve(plan: Plan) -> list[Section]:
     return [Section(title="Reserve of each GPU, estimated, beside the simulated peak", lines=indent_lines(lines))]
 
 
+def _assumptions(plan: Plan) -> list[Section]:
+    """Return on what the speed of the first plan rests."""
+    if plan.best is None or plan.best.speed is None:
+        return []
+    return [Section(title="The speed of #1 assumes", lines=indent_lines(plan.best.speed.assumptions))]
+
+
 # ---- what does not fit, and the end -------------------------------------------------------------------
 
 
@@ -218,7 +249,8 @@ def _rejected(plan: Plan, limit: int) -> Section:
 
 
 def _closing_lines(plan: Plan) -> Iterator[str]:
-    yield from (f"note  {note}" for note in plan.notes)
+    assumed = speed_notes((plan.request, item) for item in plan.candidates)
+    yield from (f"note  {note}" for note in (*plan.notes, *assumed, *memory_only_note(plan)))
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     took = f"in {plan.seconds:.0f} s" if plan.seconds else ""
     if facts := " ".join(text for text in (f"with {versions}" if versions else "", took) if text):
