@@ -55,12 +55,6 @@ def format_mfu(candidate: Candidate) -> str:
     return "" if speed is None else f"{speed.low_mfu * 100:.0f}-{speed.high_mfu * 100:.0f} %"
 
 
-def format_days(plan: Plan, candidate: Candidate) -> str:
-    """Return the days of the whole training, or nothing where they were not asked for."""
-    cost = plan.estimate_cost(candidate)
-    return "" if cost is None else format_range(cost.low_days, cost.high_days)
-
-
 def time_unit(plan: Plan) -> str:
     """Return the unit in which the times of a plan are told: one for all of them, in which the first has digits."""
     costs = (plan.estimate_cost(item) for item in plan.candidates)

@@ -13,9 +13,10 @@ from hf_fsdp.plan.report.figures import (
     explain_rejection,
     format_category,
     format_cost,
-    format_days,
     format_mfu,
     format_speed,
+    format_time,
+    time_unit,
 )
 from hf_fsdp.plan.report.files import DEFAULT_FOLDER, launch_command
 from hf_fsdp.plan.report.settings import (
@@ -106,7 +107,7 @@ def build_report(plan: Plan) -> str:
         categories=[name for name in CATEGORIES if _is_used(name, shown)],
         rows=[_row(plan, item) for item in plan.candidates[:MAX_ROWS]],
         num_left_out=max(0, len(plan.candidates) - MAX_ROWS),
-        has_days=any(format_days(plan, item) for item in plan.candidates),
+        time_unit=time_unit(plan) if any(format_time(plan, item) for item in plan.candidates) else "",
         has_cost=any(format_cost(plan, item) for item in plan.candidates),
         reserve=_reserve_parts(shown or next(iter(plan.candidates), None)),
         assumptions=_assumptions(shown),
@@ -127,8 +128,8 @@ def _tiles(plan: Plan, shown: Candidate | None) -> list[tuple[str, str, str]]:
         tiles.append(("tokens/s of all GPUs", speed, "estimated"))
     if mfu := format_mfu(shown):
         tiles.append(("MFU", mfu, "estimated"))
-    if days := format_days(plan, shown):
-        tiles.append(("days", days, "estimated"))
+    if time := format_time(plan, shown):
+        tiles.append((time_unit(plan), time, "estimated"))
     if cost := format_cost(plan, shown):
         tiles.append(("cost", cost, "estimated"))
     return tiles
@@ -146,7 +147,7 @@ def _row(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "free": format_bytes(candidate.headroom_bytes),
         "speed": format_speed(candidate),
         "mfu": format_mfu(candidate),
-        "days": format_days(plan, candidate),
+        "time": format_time(plan, candidate),
         "cost": format_cost(plan, candidate),
         "verdict": "fits" if candidate.fits else explain_rejection(candidate),
     }

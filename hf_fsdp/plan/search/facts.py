@@ -58,11 +58,12 @@ def _checks(run: Search) -> list[str]:
     proven = [item for item in fitting if item.candidate.basis == "simulated"]
     words = [
         f"{run.evaluation.num_simulated} simulations; {len(proven)} of the {len(fitting)} candidates that fit were "
-        "simulated at their own micro-batch, the others lie on a line through two micro-batches of the same structure"
+        "simulated at their own micro-batch"
     ]
+    if len(proven) < len(fitting):
+        words[0] += ", the others lie on a line through two micro-batches of the same structure"
     if run.proof_errors:
         worst = max(run.proof_errors, key=abs)
-        words.append(
-            f"{len(run.proof_errors)} of them had been predicted by such a line, which was off by {worst:+.2%} at most"
-        )
+        how = "right to 0.01%" if abs(worst) < 5e-5 else f"off by {worst:+.2%} at most"
+        words.append(f"{len(run.proof_errors)} of them had been predicted by such a line, which was {how}")
     return words

@@ -113,7 +113,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         said = str(error).splitlines()[0]
         raise PlanError(
             f"{path} cannot be read as a run config: {said}",
-            fix="name a file such as configs/train/llama2_7b_full.yaml",
+            fix="another path; those of configs/train/ are in a checkout of the repository, so run it there",
         ) from None
     if not isinstance(content, Mapping):
         raise PlanError(f"{path} holds no mapping of settings", fix="name a run config, e.g. of configs/train/")
