@@ -184,7 +184,7 @@ def test_a_gpu_of_unknown_speed_has_memory_only() -> None:
     ]
     named = plan(candidate(60.0, speed=None), candidate(61.0, speed=None), training_tokens=10**7)
     own = dataclasses.replace(named, request=dataclasses.replace(named.request, gpus=parse_gpus("8")))
-    note = "note only the memory of this GPU is known: no speed, days or cost; ordered as on A100-80G"
+    note = "note only the memory of this GPU is known: no speed, time or cost; ordered as on A100-80G"
     assert note in " ".join(text_of(view_plan(own)).split())
     assert "only the memory" not in text_of(view_plan(named))
 

@@ -42,4 +42,4 @@ def memory_only_note(plan: Plan) -> Iterator[str]:
     """Yield why a plan has no speed where its GPU has no name, and by what its candidates are ordered then."""
     if plan.request.gpus.gpu is None:
         order = f"; ordered as on {REFERENCE_GPU}" if len(plan.fitting) > 1 else ""
-        yield f"only the memory of this GPU is known: no speed, days or cost{order}"
+        yield f"only the memory of this GPU is known: no speed, time or cost{order}"
