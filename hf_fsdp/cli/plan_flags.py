@@ -93,7 +93,8 @@ def check_together(options: Options, typed: Collection[str], *, is_run: bool) ->
             message="--micro-batch-size is of --max-batch; a plan tries every micro-batch of the global batch",
             fix="--max-batch beside it, or leave it out",
         )
-    if options["price"] is not None and options["gpu_memory"] is not None and not kinds:
+    only_memory = options["gpu_memory"] is not None and str(options["gpus"] or "").strip().isdigit()
+    if options["price"] is not None and only_memory and not kinds:
         yield Problem(
             message="--price beside --gpu-memory: of such a GPU no speed is known, so no cost",
             fix="leave out --price, or name a GPU in place of its memory: --gpus 8xA100-80G",
@@ -144,11 +145,7 @@ def _check_run(options: Options, typed: Collection[str]) -> Iterator[Problem]:
 
 def _model_of(path: str) -> str:
     """Return the model that a run config names; any, where the file does not say it, which is told elsewhere."""
-    import yaml
+    from hf_fsdp.plan.search.recipe_run import peek
 
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        content = None
-    name = content.get("model_name_or_path") if isinstance(content, Mapping) else None
+    name = peek(Path(path)).get("model_name_or_path")
     return shlex.quote(name) if isinstance(name, str) else "llama-2-7b"

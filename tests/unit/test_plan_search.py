@@ -15,7 +15,7 @@ from hf_fsdp.plan.job import Method
 from hf_fsdp.plan.search.bounds import estimate_state_bytes
 from hf_fsdp.plan.search.evaluation import Evaluation
 from hf_fsdp.plan.search.expected_speed import expected_speed
-from hf_fsdp.plan.search.ranking import OFFLOAD_MARGIN, SAME_SPEED, Ranked, rank, worth
+from hf_fsdp.plan.search.ranking import SAME_SPEED, Ranked, rank, worth
 from hf_fsdp.plan.search.search import MAX_EXPLORING, MAX_PROVING, search
 from hf_fsdp.plan.search.structures import build_job, list_structures
 from tests.unit.lawful_steps import GIB, LawfulSimulator, make_request, simulate_lawfully
@@ -75,18 +75,10 @@ def test_offload_comes_first_only_where_it_is_clearly_faster() -> None:
     assert rank([ranked("parameters", 900.0), one])[0] is one, "of two that offload the faster one"
 
 
-def test_no_offload_wins_by_less_than_its_margin() -> None:
-    for machine in MACHINES + OTHERS:
-        request = make_request(machine, padded=True, method=Method(name="lora"), max_length=8192, global_batch_size=128)
-        plan, _ = run(request)
-        speeds: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
-        for candidate in plan.fitting:
-            assert candidate.simulation is not None
-            speed = expected_speed(request, candidate.job, candidate.simulation)
-            speeds[candidate.job.fsdp.offload != OffloadConfig()].append(speed)
-        assert plan.best is not None
-        if plan.best.job.fsdp.offload != OffloadConfig():
-            assert max(speeds[True]) > max(speeds[False]) * (1 + OFFLOAD_MARGIN) * (1 - SAME_SPEED)
+def test_offload_that_gains_too_little_is_left_alone_and_said() -> None:
+    plan, simulator = run(make_request("4xL40S-48G", method=Method(name="lora"), max_length=8192))
+    assert any("too little to rely on the host: offload of any kind" in note for note in plan.notes), plan.notes
+    assert all(job.fsdp.offload == OffloadConfig() for job in simulator.jobs)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp.plan.candidate import Candidate, Plan, PlanRequest
 from hf_fsdp.plan.report.figures import (
@@ -24,6 +23,7 @@ from hf_fsdp.plan.report.run_file import DATA_PLACEHOLDER
 from hf_fsdp.plan.report.section import Section, break_command, fold_section, indent_lines
 from hf_fsdp.plan.report.settings import describe_job
 from hf_fsdp.plan.report.view import DEFAULT_WIDTH, view_plan
+from hf_fsdp.plan.search.recipe_run import peek
 from hf_fsdp.plan.search.search_command import search_command
 from hf_fsdp.plan.simulation import CATEGORIES, PhasePeak, Simulation
 from hf_fsdp.units import format_bytes
@@ -143,12 +143,12 @@ def _next_lines(plan: Plan, path: str, width: int) -> Iterator[str]:
 def _start_words(request: PlanRequest, path: str) -> list[str]:
     """Return the command that starts the run, in a checkout of the repository."""
     script = f"recipes/{'vlm' if request.num_images else 'text'}/train.py"
-    data = [] if _read(Path(path)).get("dataset_name") else ["--dataset_name", DATA_PLACEHOLDER]
+    data = [] if peek(Path(path)).get("dataset_name") else ["--dataset_name", DATA_PLACEHOLDER]
     return [*_launcher(request, Path(path).with_name(LAUNCH_FILE)), script, path, *data]
 
 
 def _launcher(request: PlanRequest, launch_file: Path) -> list[str]:
-    launch = _read(launch_file)
+    launch = peek(launch_file)
     # A launch file of other hardware would start another run than the one that was planned here.
     if (launch.get("num_processes"), launch.get("num_machines", 1)) == (request.num_gpus, request.num_machines):
         rank = ["--machine_rank", "RANK", "--main_process_ip", "ADDRESS_OF_MACHINE_0"]
@@ -157,17 +157,6 @@ def _launcher(request: PlanRequest, launch_file: Path) -> list[str]:
         return ["python"]
     rank = ["--nnodes", str(request.num_machines), "--node_rank", "RANK", "--master_addr", "MACHINE_0"]
     return ["torchrun", "--nproc_per_node", str(request.gpus.count), *(rank if request.num_machines > 1 else [])]
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """Return what a YAML file says; nothing where it is none."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, Mapping) else {}
 
 
 def _asked_words(request: PlanRequest) -> Iterator[str]:

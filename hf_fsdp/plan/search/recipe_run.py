@@ -106,6 +106,15 @@ def read_recipe_run(
     )
 
 
+def peek(path: Path) -> Mapping[str, Any]:
+    """Return what a YAML file says, for messages and proposals; nothing where it is none, which is told elsewhere."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
